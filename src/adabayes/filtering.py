@@ -1,0 +1,165 @@
+r"""The mathematics of the paper: a scalar Kalman filter for the optimum of one weight.
+
+Each function is one equation, element-wise and pure, over floats, NumPy, torch and JAX arrays alike.
+
+Two systems of units, one set of functions. The paper differentiates the *summed* loss of a minibatch:
+leave ``batch_size`` at 1, give :math:`\eta`, :math:`\sigma^2` and the gradient of the sum, and variances are
+the paper's :math:`s^2`. Training code differentiates the *mean* loss: give the minibatch size ``B``,
+``sigma2 = lr_sgd`` and the gradient of the mean, and variances become ``gain = B * s2``, the learning rate that
+a weight really gets. The curvature that an observation adds (:func:`curvature`) is the only other place where
+``B`` appears.
+
+Equations are numbered as in Aitchison (2020), "Bayesian filtering unifies adaptive and non-adaptive neural
+network optimization methods"; labels in the text are the labels of its source.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+Array = Any  # float | numpy.ndarray | torch.Tensor | jax.Array: anything with arithmetic
+
+
+class Dynamics(NamedTuple):
+    """How uncertainty about the optimum changes between two gradients: ``decay * variance + noise``."""
+
+    decay: Array
+    noise: Array
+
+
+# The dynamics of the optimum
+
+
+def drift(eta: Array, sigma2: Array, batch_size: Array = 1.0) -> Array:
+    r"""Fraction of its value that the optimum loses in a step (Eq. 14, eq:def:dyn).
+
+    .. math:: k = \frac{B \eta^2}{2 \sigma^2}
+
+    ``1 / (2 k)`` is the filter's memory in steps: 781 at the paper's settings.
+
+    >>> drift(1e-3, 0.1, 128)
+    0.00064
+    """
+    return batch_size * eta * eta / (2 * sigma2)
+
+
+def euler(k: Array, sigma2: Array) -> Dynamics:
+    r"""The paper's discretisation of the Ornstein-Uhlenbeck process (Eq. 17b, eq:def:Sprior).
+
+    .. math:: d = (1 - k)^2, \qquad q = 2 k \sigma^2 \; (= \eta^2)
+
+    Unstable for ``k > 2``; its variance settles at ``sigma2 / (1 - k / 2)``.
+    """
+    return Dynamics(decay=(1 - k) ** 2, noise=2 * k * sigma2)
+
+
+def ornstein_uhlenbeck(k: Array, sigma2: Array) -> Dynamics:
+    r"""The Ornstein-Uhlenbeck process itself, of which :func:`euler` is the first order in ``k``.
+
+    .. math:: d = e^{-2k}, \qquad q = \sigma^2 (1 - e^{-2k})
+
+    Stable for every ``k``; its variance settles at ``sigma2`` exactly.
+    """
+    forgotten = -_expm1(-2 * k)
+    return Dynamics(decay=1 - forgotten, noise=sigma2 * forgotten)
+
+
+def fading_memory(lam: Array) -> Dynamics:
+    r"""Ollivier's forgetting factor: noise in proportion to the variance (Eq. 28, eq:von).
+
+    .. math:: \frac{1}{s^2_\text{prior}(t+1)} = \frac{1 - \lambda}{s^2_\text{post}(t)}
+
+    The equivalent process noise is :math:`\frac{\lambda}{1 - \lambda} s^2_\text{post}` (the paper prints this as
+    :math:`\eta`; it is :math:`\eta^2`).
+    """
+    return Dynamics(decay=1 / (1 - lam), noise=0.0)
+
+
+# The filter
+
+
+def curvature(gradient: Array, batch_size: Array = 1.0) -> Array:
+    r"""The Fisher information in one gradient, an estimate of the Hessian's diagonal (Appendix C).
+
+    .. math:: H_{ii} \approx g^2 \; (= B \bar g^2 \text{ in units of the mean gradient})
+    """
+    return batch_size * gradient * gradient
+
+
+def predict(variance: Array, dynamics: Dynamics) -> Array:
+    r"""Prior variance of the optimum, one step on (Eq. 17b, eq:def:Sprior).
+
+    .. math:: s^2_\text{prior}(t) = d \, s^2_\text{post}(t-1) + q
+    """
+    return dynamics.decay * variance + dynamics.noise
+
+
+def update(prior: Array, curvature: Array) -> Array:
+    r"""Posterior variance after a gradient (Eq. 18a, eq:def:Spost).
+
+    .. math:: s^2_\text{post} = \frac{1}{1 / s^2_\text{prior} + H_{ii}}
+    """
+    return prior / (1 + prior * curvature)
+
+
+def move(mean: Array, variance: Array, gradient: Array) -> Array:
+    r"""Posterior mean after a gradient of the log-likelihood (Eq. 18b, eq:def:mpost).
+
+    .. math:: \mu_\text{post} = \mu_\text{prior} + s^2_\text{post} \, g
+
+    The variance is the learning rate: that is the whole idea.
+    """
+    return mean + variance * gradient
+
+
+# Where the filter settles
+
+
+def fixed_point(mean_square: Array, eta: Array, sigma2: Array) -> Array:
+    r"""The paper's fixed point of the variance under gradients of a given mean square (Eq. 21, eq:rms:spost).
+
+    .. math:: \frac{1}{s^2_\text{post}} = \frac{1}{2 \sigma^2}
+              + \sqrt{\frac{1}{4 \sigma^4} + \frac{\langle g^2 \rangle}{\eta^2}}
+
+    The same formula in both systems of units: the batch size cancels. It is a soft minimum of the two learning
+    rates, between their harmonic sum and their minimum:
+    :math:`\max(1/\sigma^2, \sqrt{\langle g^2\rangle}/\eta) \le 1/s^2 \le 1/\sigma^2 + \sqrt{\langle g^2\rangle}/\eta`.
+
+    >>> fixed_point(0.0, eta=1e-3, sigma2=0.1)
+    0.1
+    """
+    half = 0.5 / sigma2
+    return 1 / (half + (half * half + mean_square / (eta * eta)) ** 0.5)
+
+
+def exact_fixed_point(curvature: Array, dynamics: Dynamics) -> Array:
+    r"""The fixed point of :func:`predict` and :func:`update` under a constant curvature, without approximation.
+
+    With :math:`\ell = 1/s^2_\text{post}` it solves :math:`q \ell^2 - (1 - d + q H) \ell - d H = 0`, of which Eq. 20
+    (eq:quad) drops the :math:`q H`. The term matters where one gradient outweighs the process noise, that is
+    where :math:`\sqrt{\langle g^2\rangle} > 1 / (B \eta)` in mean units: there the variance falls as
+    :math:`1/H`, faster than Adam's learning rate does.
+
+    Needs process noise: for :func:`fading_memory` see :func:`mean_square_fixed_point`.
+    """
+    decay, noise = dynamics
+    b = 1 - decay + noise * curvature
+    return 2 * noise / (b + (b * b + 4 * noise * decay * curvature) ** 0.5)
+
+
+def mean_square_fixed_point(mean_square: Array, lam: Array) -> Array:
+    r"""The fixed point under :func:`fading_memory`: a mean-square normaliser (Eq. 31).
+
+    .. math:: s^2_\text{post} = \frac{\lambda}{\langle g^2 \rangle}
+    """
+    return lam / mean_square
+
+
+def _expm1(x: Array) -> Array:
+    """``exp(x) - 1`` without cancellation, for whatever kind of number or array ``x`` is."""
+    if isinstance(x, (int, float)):
+        return math.expm1(x)
+    if hasattr(x, "expm1"):  # torch
+        return x.expm1()
+    return x.__array_namespace__().expm1(x)  # NumPy, JAX

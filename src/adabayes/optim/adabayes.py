@@ -1,0 +1,388 @@
+"""AdaBayes: a Kalman filter for every weight, whose gain is the weight's learning rate."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT, _disable_dynamo_if_unsupported
+
+from adabayes.filtering import Dynamics, drift, euler, fixed_point, ornstein_uhlenbeck, predict
+from adabayes.optim._base import (
+    Group,
+    Scalar,
+    as_scalar,
+    by_device_and_dtype,
+    check_capturable,
+    check_choice,
+    check_range,
+    count_step_,
+    prefers_foreach,
+    real_views,
+    step_value,
+)
+from adabayes.optim._rates import TwoRateOptimizer
+
+__all__ = ["AdaBayes", "adabayes"]
+
+
+class AdaBayes(TwoRateOptimizer):
+    r"""AdaBayes (Aitchison, 2020), Algorithm 1: moves by itself between SGD and AdamW, weight by weight.
+
+    .. math::
+        \begin{aligned}
+        \text{prior} &= d \cdot \text{gain}_{t-1} + q               && \text{the optimum may have moved} \\
+        \text{gain}_t &= \text{prior} / (1 + \text{prior} \cdot B g_t^2) && \text{the gradient tells where} \\
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t \\
+        \theta_t &= (1 - \eta \lambda) \theta_{t-1} - \text{gain}_t \, m_t / (1 - \beta_1^t)
+        \end{aligned}
+
+    With :math:`k = B\,\text{lr}^2 / (2\,\text{lr_sgd})`: :math:`d = e^{-2k}` and
+    :math:`q = \text{lr_sgd}\,(1 - e^{-2k})` (``dynamics="exact"``), or :math:`d = (1 - k)^2` and
+    :math:`q = B\,\text{lr}^2` (``dynamics="paper"``).
+
+    The gain settles at a soft minimum of the two learning rates: ``lr_sgd`` for weights with gradients far below
+    ``lr / lr_sgd``, ``lr / rms(gradient)`` for those far above. So no weight moves faster than SGD at ``lr_sgd``,
+    or AdamW at ``lr``, would move it.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as for any optimizer of torch.
+        lr: Adam's learning rate, and *the* learning rate: what scales it, a scheduler or a group with its own,
+            scales ``lr_sgd`` too.
+        lr_sgd: learning rate for weights with small gradients, in units of the averaged gradient. Coming from
+            ``torch.optim.SGD(lr, momentum)``, which sums instead, give ``lr / (1 - momentum)``. None: 100 ``lr``,
+            the paper's ratio.
+        batch_size: of one step, over all devices and accumulated gradients. It sets how fast the filter adapts,
+            not where it settles, so a rough figure does no harm.
+        beta1: decay of the averaged gradient (momentum).
+        weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
+            The paper's lambda = 5e-5 at lr = 1e-3 is 0.05.
+        dynamics: ``"exact"`` solves the Ornstein-Uhlenbeck process exactly, runs the filter at the base learning
+            rates while a schedule scales the step, and starts each weight at the fixed point of its first gradient.
+            ``"paper"`` is Algorithm 1 to the letter: Euler form, schedule inside the filter, start at ``lr_sgd``.
+        reduction: ``"mean"`` or ``"sum"``: how the loss was reduced over the minibatch.
+        maximize: ascend instead of descending.
+        foreach: the form that works on all tensors at once. None: whenever it can.
+        capturable: keep the step count on the device, for CUDA graphs.
+        differentiable: let autograd follow the step.
+
+    Examples:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = AdaBayes(model.parameters(), lr=1e-3, lr_sgd=0.1, batch_size=4)
+        >>> model(torch.ones(4, 2)).square().mean().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state[model.weight])
+        ['exp_avg', 'gain', 'step']
+
+    References:
+        Aitchison, "Bayesian filtering unifies adaptive and non-adaptive neural network optimization methods",
+        NeurIPS 2020.
+    """
+
+    # A gain of 0 marks a weight that has had no gradient yet: its filter has not begun.
+    _buffers = ("exp_avg", "gain")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        lr_sgd: float | None = None,
+        batch_size: float = 128,
+        beta1: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        dynamics: Literal["exact", "paper"] = "exact",
+        reduction: Literal["mean", "sum"] = "mean",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        self._forget_which_are_awake()
+        defaults = {
+            "lr": lr,
+            "lr_sgd": lr_sgd,
+            "batch_size": batch_size,
+            "betas": (beta1,),  # under the name by which OneCycleLR and CyclicLR find the momentum to cycle
+            "weight_decay": weight_decay,
+            "dynamics": dynamics,
+            "reduction": reduction,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+        }
+        super().__init__(params, defaults)
+
+    def _complete_group(self, group: Group) -> None:
+        if "beta1" in group:
+            group["betas"] = (group.pop("beta1"),)
+        super()._complete_group(group)
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        check_range("batch_size", group["batch_size"], least=1.0)
+        check_choice("dynamics", group["dynamics"], ("exact", "paper"))
+
+    def _init_state(self, p: Tensor, state: dict[str, Any], group: Group) -> None:
+        super()._init_state(p, state, group)
+        self._awake.discard(p)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_which_are_awake()
+
+    def _step_group(self, group: Group) -> None:
+        if not torch.compiler.is_compiling() and group is self.param_groups[0]:
+            self._steps_seen += 1
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        steps: list[Tensor] = []
+        exp_avgs: list[Tensor] = []
+        gains: list[Tensor] = []
+        has_complex = self._init_group(group, params, grads, steps, exp_avgs, gains)
+        if not params or not self._has_base_lr(group):
+            return
+        asleep = self._asleep(group, params)
+        adabayes(
+            params,
+            grads,
+            exp_avgs,
+            gains,
+            steps,
+            asleep=asleep,
+            foreach=group["foreach"],
+            capturable=group["capturable"],
+            differentiable=group["differentiable"],
+            has_complex=has_complex,
+            lr=group["lr"],
+            lr_sgd=group["lr_sgd"],
+            base_lr=group["base_lr"],
+            batch_size=group["batch_size"],
+            beta1=group["betas"][0],
+            weight_decay=group["weight_decay"],
+            dynamics=group["dynamics"],
+            reduction=group["reduction"],
+            maximize=group["maximize"],
+        )
+        if asleep is not None:
+            self._look_who_is_awake(params, gains, asleep)
+
+    # Looking for weights whose filter has not begun costs as much as half a step, so tensors in which all have are
+    # remembered and spared it. That changes no result. Finding out which waits for the device, so it happens ever
+    # more rarely: after steps 1, 2, 4, 8, ...
+
+    def _forget_which_are_awake(self) -> None:
+        self._awake: set[Tensor] = set()
+        self._steps_seen = 0
+
+    def _asleep(self, group: Group, params: list[Tensor]) -> list[bool] | None:
+        if torch.compiler.is_compiling() or group["capturable"]:
+            return None  # any may be: a captured graph cannot decide anew
+        return [p not in self._awake for p in params]
+
+    def _look_who_is_awake(self, params: list[Tensor], gains: list[Tensor], asleep: list[bool]) -> None:
+        if self._steps_seen & (self._steps_seen - 1):
+            return
+        for p, gain, may_sleep in zip(params, gains, asleep):
+            if may_sleep and all(bool(part.all()) for part in real_views(gain)):
+                self._awake.add(p)
+
+    @torch.no_grad()
+    def effective_lr(self, param: Tensor) -> Tensor:
+        """The learning rate that each weight of ``param`` has now; ``lr_sgd`` where none has had a gradient yet."""
+        group, state = self._group_and_state(param)
+        schedule = self._schedule(group)
+        lr_sgd = group["lr_sgd"] * schedule
+        (gain,) = real_views(state["gain"])
+        return torch.where(gain == 0, lr_sgd, gain * (schedule if group["dynamics"] == "exact" else schedule > 0))
+
+
+@_disable_dynamo_if_unsupported()
+def adabayes(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    gains: list[Tensor],
+    state_steps: list[Tensor],
+    asleep: list[bool] | None = None,
+    foreach: bool | None = None,
+    capturable: bool = False,
+    differentiable: bool = False,
+    has_complex: bool = False,
+    *,
+    lr: float | Tensor,
+    lr_sgd: float,
+    base_lr: float,
+    batch_size: float,
+    beta1: float,
+    weight_decay: float,
+    dynamics: str,
+    reduction: str,
+    maximize: bool,
+) -> None:
+    r"""Functional API that performs a step of AdaBayes. See :class:`AdaBayes`.
+
+    ``lr`` is the learning rate now, ``base_lr`` and ``lr_sgd`` those without the schedule. A gain of 0 stands for a
+    weight that has had no gradient yet. ``asleep`` may say which tensors can hold such weights (None: any), to
+    spare the others the look.
+    """
+    if not params:
+        return
+    if foreach is None:
+        foreach = prefers_foreach(params, differentiable)
+    if capturable and not torch.compiler.is_compiling():
+        check_capturable(params, state_steps)
+    if asleep is None:
+        asleep = [True] * len(params)
+
+    lr = as_scalar(lr, keep_tensor=capturable or differentiable)
+    schedule = lr / base_lr
+    # What turns the gradient given into that of the mean loss, in whose units the gain is a learning rate.
+    to_mean = 1.0 if reduction == "mean" else 1.0 / batch_size
+    k = drift(base_lr, lr_sgd, batch_size)
+    if dynamics == "exact":
+        flow = ornstein_uhlenbeck(k, lr_sgd)
+        scale = schedule
+    else:
+        flow = euler(k * schedule, lr_sgd * schedule)
+        scale = (lr != 0) * 1.0  # the paper's filter does not stop at lr = 0, but the weights shall
+    coefficients = _Coefficients(
+        exact=dynamics == "exact",
+        flow=flow,
+        eta=base_lr,
+        stationary=lr_sgd if dynamics == "exact" else lr_sgd * schedule,
+        information=batch_size * to_mean * to_mean,
+        to_mean=to_mean,
+        scale=scale * (-to_mean if maximize else to_mean),
+        beta1=beta1,
+        shrink=1 - lr * weight_decay if weight_decay else None,
+    )
+    update = _multi_tensor_adabayes if foreach else _single_tensor_adabayes
+    update(params, grads, exp_avgs, gains, state_steps, asleep, coefficients, capturable, has_complex)
+
+
+class _Coefficients(NamedTuple):
+    """The numbers of one step, the same for all tensors; some are tensors while a graph is captured."""
+
+    exact: bool
+    flow: Dynamics
+    eta: float
+    stationary: Scalar  # where the gain settles without gradients
+    information: float  # curvature per squared gradient
+    to_mean: float
+    scale: Scalar  # of the step, beside gain and momentum
+    beta1: float
+    shrink: Scalar | None  # weight decay
+
+
+def _single_tensor_adabayes(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    gains: list[Tensor],
+    state_steps: list[Tensor],
+    asleep: list[bool],
+    c: _Coefficients,
+    capturable: bool,
+    has_complex: bool,
+) -> None:
+    """One tensor after the other, and nothing overwritten before it is done with: autograd can follow."""
+    for param, grad, exp_avg, gain, step_t, may_sleep in zip(params, grads, exp_avgs, gains, state_steps, asleep):
+        step_t += 1
+        if has_complex:
+            param, grad, exp_avg, gain = real_views(param, grad, exp_avg, gain)
+        grad = grad.to(gain.dtype)
+        step_size = c.scale / (1 - c.beta1 ** step_value(step_t, capturable))
+
+        mean = exp_avg.lerp(grad, 1 - c.beta1)
+        begun, still_asleep = _begin(gain, grad, c) if may_sleep else (gain, None)
+        if c.exact:
+            # predict(begun, flow) in a form that keeps small changes: in fp32, the decay may round to 1.
+            prior = begun.lerp(_filled(c.stationary, gain), c.flow.noise / c.stationary)
+        else:
+            prior = predict(begun, c.flow)
+        precision = prior.reciprocal().addcmul(grad, grad, value=c.information)
+        posterior = precision.reciprocal()
+        if still_asleep is not None:
+            posterior = posterior.masked_fill(still_asleep, 0)
+
+        moved = param if c.shrink is None else param * c.shrink
+        if isinstance(step_size, Tensor):
+            moved = torch.addcdiv(moved, mean * -step_size, precision)
+        else:
+            moved = torch.addcdiv(moved, mean, precision, value=-step_size)
+        param.copy_(moved)
+        exp_avg.copy_(mean)
+        gain.copy_(posterior)
+
+
+def _multi_tensor_adabayes(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    gains: list[Tensor],
+    state_steps: list[Tensor],
+    asleep: list[bool],
+    c: _Coefficients,
+    capturable: bool,
+    has_complex: bool,
+) -> None:
+    """All tensors at once, in seven calls that need no memory beside the state."""
+    for run in by_device_and_dtype(params, gains, grads, exp_avgs, state_steps, asleep):
+        targets, s, g, m, steps, may_sleep = run
+        count_step_(steps)
+        if has_complex:
+            targets, s, g, m = (real_views(*tensors) for tensors in (targets, s, g, m))
+        p = targets
+        lower_precision = targets[0].dtype != s[0].dtype
+        if lower_precision:
+            p, g = ([t.to(s[0].dtype) for t in tensors] for tensors in (targets, g))
+        step_sizes: list[Any] = [-c.scale / (1 - c.beta1 ** step_value(step, capturable)) for step in steps]
+
+        still_asleep = []
+        for i in (i for i, flag in enumerate(may_sleep) if flag):
+            begun, mask = _begin(s[i], g[i], c)
+            s[i].copy_(begun)
+            still_asleep.append((s[i], mask))
+
+        torch._foreach_lerp_(m, g, 1 - c.beta1)
+        if c.exact:
+            torch._foreach_lerp_(s, [_filled(c.stationary, s[0])] * len(s), c.flow.noise / c.stationary)
+        else:
+            torch._foreach_mul_(s, c.flow.decay)
+            torch._foreach_add_(s, c.flow.noise)
+        torch._foreach_reciprocal_(s)
+        torch._foreach_addcmul_(s, g, g, c.information)
+        if c.shrink is not None:
+            torch._foreach_mul_(p, c.shrink)
+        if isinstance(step_sizes[0], Tensor):
+            torch._foreach_addcdiv_(p, torch._foreach_mul(m, step_sizes), s)
+        else:
+            torch._foreach_addcdiv_(p, m, s, step_sizes)
+        torch._foreach_reciprocal_(s)
+
+        for gain, mask in still_asleep:
+            if mask is not None:
+                gain.masked_fill_(mask, 0)
+        if lower_precision:
+            torch._foreach_copy_(targets, p)
+
+
+def _begin(gain: Tensor, grad: Tensor, c: _Coefficients) -> tuple[Tensor, Tensor | None]:
+    """The gain with the filters of sleeping weights begun, and which of them this gradient leaves asleep.
+
+    Exact: at the fixed point of the first gradient that is not zero. Paper: all at once, at lr_sgd.
+    """
+    sleeping = gain == 0
+    if not c.exact:
+        return torch.where(sleeping, c.stationary, gain), None
+    start = fixed_point((c.to_mean * grad) ** 2, c.eta, c.stationary)
+    return torch.where(sleeping, start, gain), sleeping & (grad == 0)
+
+
+def _filled(value: Scalar, like: Tensor) -> Tensor:
+    """A 0-dim tensor, made on the device itself so that nothing waits for a copy."""
+    return torch.full((), cast(float, value), dtype=like.dtype, device=like.device)

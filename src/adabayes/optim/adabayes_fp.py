@@ -1,0 +1,289 @@
+"""AdaBayes-FP: AdaBayes with every gain at its fixed point; AdamW whose epsilon has a meaning."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT, _disable_dynamo_if_unsupported
+
+from adabayes.filtering import fixed_point
+from adabayes.optim._base import (
+    Group,
+    Scalar,
+    as_scalar,
+    by_device_and_dtype,
+    check_capturable,
+    check_range,
+    count_step_,
+    prefers_foreach,
+    real_views,
+    step_value,
+)
+from adabayes.optim._rates import TwoRateOptimizer
+
+__all__ = ["AdaBayesFP", "adabayes_fp"]
+
+
+class AdaBayesFP(TwoRateOptimizer):
+    r"""AdaBayes-FP (Aitchison, 2020), Algorithm 2: AdaBayes with the gain at its fixed point.
+
+    .. math::
+        \begin{aligned}
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2 \\
+        \frac{1}{\text{gain}_t} &= \frac{1}{2\,\text{lr_sgd}}
+            + \sqrt{\frac{1}{4\,\text{lr_sgd}^2} + \frac{v_t / (1 - \beta_2^t)}{\text{lr}^2}} \\
+        \theta_t &= (1 - \text{lr} \lambda) \theta_{t-1} - \text{gain}_t \, m_t / (1 - \beta_1^t)
+        \end{aligned}
+
+    With :math:`\epsilon = \text{lr} / \text{lr_sgd}` the step is
+    :math:`\text{lr}\,\hat m / (\epsilon/2 + \sqrt{\epsilon^2/4 + \hat v})`: AdamW whose epsilon is Adam's learning
+    rate over SGD's. ``lr_sgd`` to infinity is AdamW; ``lr`` to infinity is SGD with averaged momentum.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as for any optimizer of torch.
+        lr: Adam's learning rate, and *the* learning rate: what scales it, a scheduler or a group with its own,
+            scales ``lr_sgd`` too.
+        lr_sgd: learning rate for weights with small gradients, in units of the averaged gradient. Coming from
+            ``torch.optim.SGD(lr, momentum)``, which sums instead, give ``lr / (1 - momentum)``. None: 100 ``lr``,
+            the paper's ratio.
+        betas: decay of the averaged gradient and of its averaged square.
+        weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
+        reduction: ``"mean"`` or ``"sum"``: how the loss was reduced over the minibatch.
+        batch_size: needed with ``reduction="sum"``; otherwise it has cancelled.
+        maximize: ascend instead of descending.
+        foreach: the form that works on all tensors at once. None: whenever it can.
+        capturable: keep the step count on the device, for CUDA graphs.
+        differentiable: let autograd follow the step.
+
+    Examples:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = AdaBayesFP(model.parameters(), lr=1e-3, lr_sgd=0.1)
+        >>> model(torch.ones(4, 2)).square().mean().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state[model.weight])
+        ['exp_avg', 'exp_avg_sq', 'step']
+
+    References:
+        Aitchison, "Bayesian filtering unifies adaptive and non-adaptive neural network optimization methods",
+        NeurIPS 2020.
+    """
+
+    _buffers = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        lr_sgd: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        batch_size: float | None = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_sgd": lr_sgd,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "reduction": reduction,
+            "batch_size": batch_size,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+        }
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        if group["batch_size"] is not None:
+            check_range("batch_size", group["batch_size"], least=1.0)
+        elif group["reduction"] == "sum":
+            raise ValueError(
+                "reduction='sum' needs batch_size, which is None: give the number of examples of a step, over all "
+                "devices and accumulated gradients."
+            )
+
+    def _step_group(self, group: Group) -> None:
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        steps: list[Tensor] = []
+        exp_avgs: list[Tensor] = []
+        exp_avg_sqs: list[Tensor] = []
+        has_complex = self._init_group(group, params, grads, steps, exp_avgs, exp_avg_sqs)
+        if not params or not self._has_base_lr(group):
+            return
+        adabayes_fp(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            steps,
+            foreach=group["foreach"],
+            capturable=group["capturable"],
+            differentiable=group["differentiable"],
+            has_complex=has_complex,
+            lr=group["lr"],
+            eps=self._eps(group),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
+        )
+
+    @staticmethod
+    def _eps(group: Group) -> float:
+        """The gradient at which SGD gives way to Adam, in the units of the gradients given."""
+        eps: float = group["base_lr"] / group["lr_sgd"]
+        return eps * group["batch_size"] if group["reduction"] == "sum" else eps
+
+    @torch.no_grad()
+    def effective_lr(self, param: Tensor) -> Tensor:
+        """The learning rate that each weight of ``param`` has now."""
+        group, state = self._group_and_state(param)
+        (exp_avg_sq,) = real_views(state["exp_avg_sq"])
+        mean_square = exp_avg_sq / (1 - group["betas"][1] ** state["step"].item())
+        if group["reduction"] == "sum":
+            mean_square = mean_square / group["batch_size"] ** 2
+        gain: Tensor = fixed_point(mean_square, group["base_lr"], group["lr_sgd"])
+        return gain * self._schedule(group)
+
+
+@_disable_dynamo_if_unsupported()
+def adabayes_fp(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    state_steps: list[Tensor],
+    foreach: bool | None = None,
+    capturable: bool = False,
+    differentiable: bool = False,
+    has_complex: bool = False,
+    *,
+    lr: float | Tensor,
+    eps: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    maximize: bool,
+) -> None:
+    r"""Functional API that performs a step of AdaBayes-FP. See :class:`AdaBayesFP`.
+
+    ``eps`` is ``lr / lr_sgd``, times the batch size if the gradients are those of a summed loss.
+    """
+    if not params:
+        return
+    if foreach is None:
+        foreach = prefers_foreach(params, differentiable)
+    if capturable and not torch.compiler.is_compiling():
+        check_capturable(params, state_steps)
+    lr = as_scalar(lr, keep_tensor=capturable or differentiable)
+    coefficients = _Coefficients(
+        lr=-lr if maximize else lr,
+        eps=eps,
+        beta1=beta1,
+        beta2=beta2,
+        shrink=1 - lr * weight_decay if weight_decay else None,
+    )
+    update = _multi_tensor_adabayes_fp if foreach else _single_tensor_adabayes_fp
+    update(params, grads, exp_avgs, exp_avg_sqs, state_steps, coefficients, capturable, has_complex)
+
+
+class _Coefficients(NamedTuple):
+    """The numbers of one step, the same for all tensors; some are tensors while a graph is captured."""
+
+    lr: Scalar
+    eps: float
+    beta1: float
+    beta2: float
+    shrink: Scalar | None  # weight decay
+
+    def of_step(self, step: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+        r"""What depends on the step count: summand under the root, summand outside, step size.
+
+        The denominator and the step are both multiplied by the root of v's bias correction, so that v itself is
+        taken as it is: :math:`\sqrt{c}\,(\epsilon/2 + \sqrt{\epsilon^2/4 + v/c}) = \sqrt{c}\,\epsilon/2 +
+        \sqrt{c\,\epsilon^2/4 + v}`.
+        """
+        correction = 1 - self.beta2**step
+        half = correction**0.5 * (self.eps / 2)
+        return half * half, half, -self.lr * correction**0.5 / (1 - self.beta1**step)
+
+
+def _single_tensor_adabayes_fp(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    state_steps: list[Tensor],
+    c: _Coefficients,
+    capturable: bool,
+    has_complex: bool,
+) -> None:
+    """One tensor after the other, and nothing overwritten before it is done with: autograd can follow."""
+    for param, grad, exp_avg, exp_avg_sq, step_t in zip(params, grads, exp_avgs, exp_avg_sqs, state_steps):
+        step_t += 1
+        if has_complex:
+            param, grad, exp_avg, exp_avg_sq = real_views(param, grad, exp_avg, exp_avg_sq)
+        grad = grad.to(exp_avg_sq.dtype)
+        inside, outside, step_size = c.of_step(step_value(step_t, capturable))
+
+        mean = exp_avg.lerp(grad, 1 - c.beta1)
+        mean_square = (exp_avg_sq * c.beta2).addcmul(grad, grad, value=1 - c.beta2)
+        denominator = (mean_square + inside).sqrt() + outside
+
+        moved = param if c.shrink is None else param * c.shrink
+        if isinstance(step_size, Tensor):
+            moved = torch.addcdiv(moved, mean * step_size, denominator)
+        else:
+            moved = torch.addcdiv(moved, mean, denominator, value=step_size)
+        param.copy_(moved)
+        exp_avg.copy_(mean)
+        exp_avg_sq.copy_(mean_square)
+
+
+def _multi_tensor_adabayes_fp(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    state_steps: list[Tensor],
+    c: _Coefficients,
+    capturable: bool,
+    has_complex: bool,
+) -> None:
+    """All tensors at once; the denominator is the one thing that needs memory beside the state."""
+    for run in by_device_and_dtype(params, exp_avg_sqs, grads, exp_avgs, state_steps):
+        targets, v, g, m, steps = run
+        count_step_(steps)
+        if has_complex:
+            targets, v, g, m = (real_views(*tensors) for tensors in (targets, v, g, m))
+        p = targets
+        lower_precision = targets[0].dtype != v[0].dtype
+        if lower_precision:
+            p, g = ([t.to(v[0].dtype) for t in tensors] for tensors in (targets, g))
+        inside, outside, step_sizes = map(list, zip(*(c.of_step(step_value(step, capturable)) for step in steps)))
+
+        torch._foreach_lerp_(m, g, 1 - c.beta1)
+        torch._foreach_mul_(v, c.beta2)
+        torch._foreach_addcmul_(v, g, g, 1 - c.beta2)
+        denominator = torch._foreach_add(v, inside)
+        torch._foreach_sqrt_(denominator)
+        torch._foreach_add_(denominator, outside)
+        if c.shrink is not None:
+            torch._foreach_mul_(p, c.shrink)
+        if isinstance(step_sizes[0], Tensor):
+            torch._foreach_addcdiv_(p, torch._foreach_mul(m, step_sizes), denominator)
+        else:
+            torch._foreach_addcdiv_(p, m, denominator, step_sizes)
+        if lower_precision:
+            torch._foreach_copy_(targets, p)

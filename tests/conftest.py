@@ -1,0 +1,56 @@
+"""The optimizers and their forms, as every test of the common contract takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from adabayes import AdaBayes, AdaBayesFP, AdaBound
+
+Maker = Callable[..., torch.optim.Optimizer]
+
+MAKERS: dict[str, Maker] = {
+    "adabayes-exact": AdaBayes,
+    "adabayes-paper": partial(AdaBayes, dynamics="paper"),
+    "adabayes-sum": partial(AdaBayes, reduction="sum", batch_size=4),
+    "adabayes-fp": AdaBayesFP,
+    "adabayes-fp-sum": partial(AdaBayesFP, reduction="sum", batch_size=4),
+    "adabound": AdaBound,
+    "amsbound": partial(AdaBound, amsbound=True),
+}
+
+
+@pytest.fixture(params=list(MAKERS))
+def make(request: pytest.FixtureRequest) -> Maker:
+    """Makes each optimizer in turn."""
+    return MAKERS[request.param]
+
+
+@pytest.fixture(params=[False, True], ids=["single", "foreach"])
+def foreach(request: pytest.FixtureRequest) -> bool:
+    """Each form in turn."""
+    return bool(request.param)
+
+
+def all_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters and every entry of their state, in order."""
+    entries: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            entries.append(p.detach())
+            state: dict[str, Any] = optimizer.state.get(p, {})
+            entries += [state[name] for name in sorted(state)]
+    return entries
+
+
+def assert_same(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> None:
+    """Two optimizers hold the same numbers, bit for bit."""
+    left, right = all_state(a), all_state(b)
+    assert len(left) == len(right)
+    for x, y in zip(left, right):
+        assert x.dtype == y.dtype
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
