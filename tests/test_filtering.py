@@ -108,9 +108,7 @@ def test_exact_fixed_point_is_one(eta: float, ratio: float, batch: float, g: flo
 
 
 @given(st.floats(1e-3, 0.5), st.floats(1e-3, 10), gradients, st.floats(1e-8, 1e3))
-def test_gain_settles_at_the_exact_fixed_point_from_any_start(
-    k: float, sigma2: float, g: float, start: float
-) -> None:
+def test_gain_settles_at_the_exact_fixed_point_from_any_start(k: float, sigma2: float, g: float, start: float) -> None:
     dynamics = f.ornstein_uhlenbeck(k, sigma2)
     steps = int(20 / k)  # forgets the start at least as fast as exp(-2k)
     assert settle(start, g * g, dynamics, steps) == pytest.approx(f.exact_fixed_point(g * g, dynamics), rel=1e-9)

@@ -54,7 +54,7 @@ class BaseOptimizer(Optimizer):
         """Check a new group's hyperparameters and work out those that follow from others."""
         given = {**self.defaults, **group}
         self._check_group(given)
-        group.setdefault("base_lr", float(given["lr"]))
+        group.setdefault("base_lr", as_float(given["lr"]))
 
     def _check_group(self, group: Group) -> None:
         lr = group["lr"]
@@ -71,7 +71,7 @@ class BaseOptimizer(Optimizer):
     def _has_base_lr(self, group: Group) -> bool:
         """Whether the group has ever had a learning rate above zero; without one, there is nothing to do."""
         if not group["base_lr"]:
-            group["base_lr"] = float(group["lr"])
+            group["base_lr"] = as_float(group["lr"])
         return bool(group["base_lr"])
 
     # State
@@ -118,7 +118,7 @@ class BaseOptimizer(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             if "base_lr" not in group:
-                group["base_lr"] = float(group.get("initial_lr", group["lr"]))
+                group["base_lr"] = as_float(group.get("initial_lr", group["lr"]))
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
             for p in group["params"]:
@@ -196,7 +196,7 @@ class BaseOptimizer(Optimizer):
 def check_range(name: str, value: Any, least: float = 0.0, below: float = float("inf"), hint: str = "") -> None:
     """Raise unless ``least <= value < below``, saying what the value is and what is permitted."""
     try:
-        number = float(value)
+        number = as_float(value)
     except (TypeError, ValueError):
         raise TypeError(f"Invalid {name}: {value!r} is not a number.{hint}") from None
     if not least <= number < below:
@@ -223,6 +223,10 @@ def check_capturable(params: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
 # Pieces of an update
 
 
+def as_float(value: Scalar) -> float:
+    return value.item() if isinstance(value, Tensor) else float(value)
+
+
 def state_dtype(p: Tensor) -> torch.dtype:
     """State is at least fp32: a change of one part in a thousand is lost in bf16."""
     return torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
@@ -235,6 +239,12 @@ def as_scalar(value: Scalar, *, keep_tensor: bool) -> Scalar:
     if keep_tensor or torch.compiler.is_compiling():
         return value.squeeze()
     return value.item()
+
+
+def with_state_precision(tensors: list[Tensor], state: Tensor) -> list[Tensor]:
+    """The tensors themselves, or copies in the precision of the state if that is higher."""
+    dtype = torch.promote_types(tensors[0].dtype, state.dtype)
+    return tensors if tensors[0].dtype == dtype else [t.to(dtype) for t in tensors]
 
 
 def prefers_foreach(params: Sequence[Tensor], differentiable: bool) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from adabayes.optim._base import BaseOptimizer, Group, check_choice, check_range
+from adabayes.optim._base import BaseOptimizer, Group, as_float, check_choice, check_range
 
 RATIO = 100.0  # lr_sgd / lr in the paper
 
@@ -22,7 +22,7 @@ class TwoRateOptimizer(BaseOptimizer):
 
     def _default_lr_sgd(self, base_lr: float) -> float | None:
         """For a group that does not state its own: in the proportion that the defaults have, or the paper's."""
-        lr, lr_sgd = float(self.defaults["lr"]), self.defaults["lr_sgd"]
+        lr, lr_sgd = as_float(self.defaults["lr"]), self.defaults["lr_sgd"]
         if lr_sgd is None:
             return RATIO * base_lr or None
         return float(lr_sgd * (base_lr / lr)) if lr and base_lr else float(lr_sgd)
@@ -51,5 +51,4 @@ class TwoRateOptimizer(BaseOptimizer):
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's")
 
     def _schedule(self, group: Group) -> float:
-        return float(group["lr"]) / group["base_lr"]  # type: ignore[no-any-return]
-
+        return as_float(group["lr"]) / group["base_lr"]  # type: ignore[no-any-return]

@@ -21,6 +21,7 @@ from adabayes.optim._base import (
     prefers_foreach,
     real_views,
     step_value,
+    with_state_precision,
 )
 from adabayes.optim._rates import TwoRateOptimizer
 
@@ -53,8 +54,9 @@ class AdaBayes(TwoRateOptimizer):
         lr_sgd: learning rate for weights with small gradients, in units of the averaged gradient. Coming from
             ``torch.optim.SGD(lr, momentum)``, which sums instead, give ``lr / (1 - momentum)``. None: 100 ``lr``,
             the paper's ratio.
-        batch_size: of one step, over all devices and accumulated gradients. It sets how fast the filter adapts,
-            not where it settles, so a rough figure does no harm.
+        batch_size: of one step, over all devices and accumulated gradients. It sets how fast the filter adapts
+            (in about ``lr_sgd / (batch_size * lr**2)`` steps), not where it settles, so a rough figure does no harm;
+            but gradients above ``1 / (batch_size * lr)`` get less than Adam's learning rate.
         beta1: decay of the averaged gradient (momentum).
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
             The paper's lambda = 5e-5 at lr = 1e-3 is 0.05.
@@ -295,6 +297,7 @@ def _single_tensor_adabayes(
         if has_complex:
             param, grad, exp_avg, gain = real_views(param, grad, exp_avg, gain)
         grad = grad.to(gain.dtype)
+        (value,) = with_state_precision([param], gain)
         step_size = c.scale / (1 - c.beta1 ** step_value(step_t, capturable))
 
         mean = exp_avg.lerp(grad, 1 - c.beta1)
@@ -309,7 +312,7 @@ def _single_tensor_adabayes(
         if still_asleep is not None:
             posterior = posterior.masked_fill(still_asleep, 0)
 
-        moved = param if c.shrink is None else param * c.shrink
+        moved = value if c.shrink is None else value * c.shrink
         if isinstance(step_size, Tensor):
             moved = torch.addcdiv(moved, mean * -step_size, precision)
         else:
@@ -336,10 +339,8 @@ def _multi_tensor_adabayes(
         count_step_(steps)
         if has_complex:
             targets, s, g, m = (real_views(*tensors) for tensors in (targets, s, g, m))
-        p = targets
-        lower_precision = targets[0].dtype != s[0].dtype
-        if lower_precision:
-            p, g = ([t.to(s[0].dtype) for t in tensors] for tensors in (targets, g))
+        p = with_state_precision(targets, s[0])
+        g = [t.to(s[0].dtype) for t in g]
         step_sizes: list[Any] = [-c.scale / (1 - c.beta1 ** step_value(step, capturable)) for step in steps]
 
         still_asleep = []
@@ -367,7 +368,7 @@ def _multi_tensor_adabayes(
         for gain, mask in still_asleep:
             if mask is not None:
                 gain.masked_fill_(mask, 0)
-        if lower_precision:
+        if p is not targets:
             torch._foreach_copy_(targets, p)
 
 

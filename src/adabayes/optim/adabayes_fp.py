@@ -20,6 +20,7 @@ from adabayes.optim._base import (
     prefers_foreach,
     real_views,
     step_value,
+    with_state_precision,
 )
 from adabayes.optim._rates import TwoRateOptimizer
 
@@ -235,13 +236,14 @@ def _single_tensor_adabayes_fp(
         if has_complex:
             param, grad, exp_avg, exp_avg_sq = real_views(param, grad, exp_avg, exp_avg_sq)
         grad = grad.to(exp_avg_sq.dtype)
+        (value,) = with_state_precision([param], exp_avg_sq)
         inside, outside, step_size = c.of_step(step_value(step_t, capturable))
 
         mean = exp_avg.lerp(grad, 1 - c.beta1)
         mean_square = (exp_avg_sq * c.beta2).addcmul(grad, grad, value=1 - c.beta2)
         denominator = (mean_square + inside).sqrt() + outside
 
-        moved = param if c.shrink is None else param * c.shrink
+        moved = value if c.shrink is None else value * c.shrink
         if isinstance(step_size, Tensor):
             moved = torch.addcdiv(moved, mean * step_size, denominator)
         else:
@@ -267,10 +269,8 @@ def _multi_tensor_adabayes_fp(
         count_step_(steps)
         if has_complex:
             targets, v, g, m = (real_views(*tensors) for tensors in (targets, v, g, m))
-        p = targets
-        lower_precision = targets[0].dtype != v[0].dtype
-        if lower_precision:
-            p, g = ([t.to(v[0].dtype) for t in tensors] for tensors in (targets, g))
+        p = with_state_precision(targets, v[0])
+        g = [t.to(v[0].dtype) for t in g]
         inside, outside, step_sizes = map(list, zip(*(c.of_step(step_value(step, capturable)) for step in steps)))
 
         torch._foreach_lerp_(m, g, 1 - c.beta1)
@@ -285,5 +285,5 @@ def _multi_tensor_adabayes_fp(
             torch._foreach_addcdiv_(p, torch._foreach_mul(m, step_sizes), denominator)
         else:
             torch._foreach_addcdiv_(p, m, denominator, step_sizes)
-        if lower_precision:
+        if p is not targets:
             torch._foreach_copy_(targets, p)

@@ -20,6 +20,7 @@ from adabayes.optim._base import (
     prefers_foreach,
     real_views,
     step_value,
+    with_state_precision,
 )
 
 __all__ = ["AdaBound", "adabound"]
@@ -231,18 +232,19 @@ def _single_tensor_adabound(
         if has_complex:
             param, grad, exp_avg, exp_avg_sq, maximum = real_views(param, grad, exp_avg, exp_avg_sq, maximum)
         grad = grad.to(exp_avg_sq.dtype)
+        (value,) = with_state_precision([param], exp_avg_sq)
         size, lower, upper = c.of_step(step_value(step_t, capturable))
 
         if c.maximize:
             grad = -grad
         if c.weight_decay:
-            grad = grad.add(param, alpha=c.weight_decay)
+            grad = grad.add(value, alpha=c.weight_decay)
         mean = (exp_avg * c.beta1).add(grad, alpha=1 - c.beta1)
         mean_square = (exp_avg_sq * c.beta2).addcmul(grad, grad, value=1 - c.beta2)
-        divisor = torch.maximum(maximum, mean_square) if amsbound else mean_square
+        divisor = torch.maximum(maximum.clone(), mean_square) if amsbound else mean_square
         lrs = (size / (divisor.sqrt() + c.eps)).clamp(lower, upper)  # type: ignore[arg-type]
 
-        param.copy_(param - lrs * mean)
+        param.copy_(value - lrs * mean)
         exp_avg.copy_(mean)
         exp_avg_sq.copy_(mean_square)
         if amsbound:
@@ -267,10 +269,8 @@ def _multi_tensor_adabound(
         count_step_(steps)
         if has_complex:
             targets, v, g, m, divisors = (real_views(*tensors) for tensors in (targets, v, g, m, divisors))
-        p = targets
-        lower_precision = targets[0].dtype != v[0].dtype
-        if lower_precision:
-            p, g = ([t.to(v[0].dtype) for t in tensors] for tensors in (targets, g))
+        p = with_state_precision(targets, v[0])
+        g = [t.to(v[0].dtype) for t in g]
         sizes, lower, upper = map(list, zip(*(c.of_step(step_value(step, capturable)) for step in steps)))
 
         if c.maximize:
@@ -290,5 +290,5 @@ def _multi_tensor_adabound(
         torch._foreach_clamp_max_(lrs, upper)
         torch._foreach_mul_(lrs, m)
         torch._foreach_sub_(p, lrs)
-        if lower_precision:
+        if p is not targets:
             torch._foreach_copy_(targets, p)
