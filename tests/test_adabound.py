@@ -53,7 +53,7 @@ def test_equals_the_published_package(
 ) -> None:
     common = {"lr": lr, "final_lr": final_lr, "gamma": gamma, "weight_decay": decay, "amsbound": amsbound}
     theirs = path(adabound.AdaBound([start()], **common), gradients(60), drop_at=40)
-    ours = path(AdaBound([start()], **common, foreach=foreach), gradients(60), drop_at=40)  # type: ignore[arg-type]
+    ours = path(AdaBound([start()], **common, foreach=foreach), gradients(60), drop_at=40)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 

@@ -88,7 +88,7 @@ def test_sparse_gradients(make: Maker, foreach: bool) -> None:
 
 
 def test_bare_tensor(make: Maker) -> None:
-    with pytest.raises(TypeError, match="should be an iterable of Tensors or dicts, but got torch.FloatTensor"):
+    with pytest.raises(TypeError, match=r"should be an iterable of Tensors or dicts, but got torch\.FloatTensor"):
         make(torch.zeros(2))
 
 
@@ -108,7 +108,7 @@ def test_duplicates(make: Maker) -> None:
 def test_group_that_is_not_a_dict(make: Maker) -> None:
     optimizer = make([torch.zeros(2)])
     with pytest.raises(TypeError, match="param_group must be a dict"):
-        optimizer.add_param_group([torch.zeros(2)])  # type: ignore[arg-type]
+        optimizer.add_param_group([torch.zeros(2)])
 
 
 def test_non_leaf_and_set(make: Maker) -> None:

@@ -39,7 +39,7 @@ def after_start(g: float) -> float:
 @settings(deadline=None)
 @given(st.floats(1e-8, 1e4), st.booleans(), st.sampled_from(["mean", "sum"]))
 def test_filter_starts_at_the_fixed_point_of_the_first_gradient(g: float, foreach: bool, reduction: str) -> None:
-    optimizer = AdaBayes([zeros(1)], LR, LR_SGD, BATCH, foreach=foreach, reduction=reduction)  # type: ignore[arg-type]
+    optimizer = AdaBayes([zeros(1)], LR, LR_SGD, BATCH, foreach=foreach, reduction=reduction)
     gain = step(optimizer, [g * (BATCH if reduction == "sum" else 1)]).item()
     assert gain == pytest.approx(after_start(g), rel=1e-12)
     if g < 0.1 / (BATCH * LR):  # below the gradients that outweigh the noise, the first step leaves it there
@@ -83,10 +83,10 @@ def test_distributed_checkpointing_does_not_spoil_the_start() -> None:
 @pytest.mark.parametrize("dynamics", ["exact", "paper"])
 @pytest.mark.parametrize("lr_sgd", [None, 0.1])
 def test_a_group_made_at_lr_zero_takes_its_base_from_the_first_lr_above(dynamics: str, lr_sgd: float | None) -> None:
-    late = AdaBayes([zeros(2)], 0.0, lr_sgd, BATCH, dynamics=dynamics)  # type: ignore[arg-type]
+    late = AdaBayes([zeros(2)], 0.0, lr_sgd, BATCH, dynamics=dynamics)
     step(late, [1.0, 0.0])
     late.param_groups[0]["lr"] = LR
-    prompt = AdaBayes([zeros(2)], LR, lr_sgd, BATCH, dynamics=dynamics)  # type: ignore[arg-type]
+    prompt = AdaBayes([zeros(2)], LR, lr_sgd, BATCH, dynamics=dynamics)
     for _ in range(3):
         assert torch.equal(step(late, [1.0, 1e-4]), step(prompt, [1.0, 1e-4]))
     assert all(torch.equal(a, b) for a, b in zip(all_state(late), all_state(prompt)))
@@ -100,7 +100,7 @@ def test_exact_and_paper_agree_to_first_order_in_k(k: float, foreach: bool) -> N
     gradients *= torch.logspace(-4, 0, 8, dtype=torch.float64) / (batch * LR)
     paths = []
     for dynamics in ("exact", "paper"):
-        optimizer = AdaBayes([zeros(8)], LR, LR_SGD, batch, dynamics=dynamics, foreach=foreach)  # type: ignore[arg-type]
+        optimizer = AdaBayes([zeros(8)], LR, LR_SGD, batch, dynamics=dynamics, foreach=foreach)
         step(optimizer, gradients[0])
         (state,) = optimizer.state.values()
         state["gain"].fill_(0.01 * LR_SGD)
@@ -124,7 +124,7 @@ def test_every_batch_size_is_finite(log_batch: float, log_g: float, foreach: boo
 
 
 def test_schedule_is_followed_at_once(foreach: bool) -> None:
-    """Two copies, one of them at a tenth of the learning rate: its next step is a tenth, for weights of every regime."""
+    """A copy at a tenth of the learning rate takes a tenth of the next step, for weights of every regime."""
     w = zeros(3)
     optimizer = AdaBayes([w], LR, LR_SGD, BATCH, foreach=foreach)
     gradient = torch.tensor([1e-6, 1e-2, 1.0], dtype=torch.float64)

@@ -128,7 +128,7 @@ def test_gain_settles_at_the_fixed_point(lr: float, ratio: float, x: float, dyna
     batch = max(2 * k * lr_sgd / lr**2, 1.0)
     k = f.drift(lr, lr_sgd, batch)
     g = x * lr / lr_sgd
-    optimizer = AdaBayes([torch.zeros(1, dtype=torch.float64)], lr, lr_sgd, batch, dynamics=dynamics)  # type: ignore[arg-type]
+    optimizer = AdaBayes([torch.zeros(1, dtype=torch.float64)], lr, lr_sgd, batch, dynamics=dynamics)
     path(optimizer, torch.full((int(12 / k), 1), g, dtype=torch.float64))
     (state,) = optimizer.state.values()
     flow = f.ornstein_uhlenbeck(k, lr_sgd) if dynamics == "exact" else f.euler(k, lr_sgd)
@@ -139,7 +139,7 @@ def test_gain_settles_at_the_fixed_point(lr: float, ratio: float, x: float, dyna
 
 
 def test_torch_sgd_needs_lr_over_one_minus_momentum() -> None:
-    """torch's SGD sums gradients where the paper averages them: under a steady gradient, 0.1 at 0.9 is 1.0."""
+    """Torch's SGD sums gradients where the paper averages them: under a steady gradient, 0.1 at 0.9 is 1.0."""
     gradients = torch.full((500, 6), 1e-6, dtype=torch.float64)
     theirs = path(torch.optim.SGD([start()], lr=0.1, momentum=0.9), gradients)
     ours = path(AdaBayes([start()], lr=1e-2, lr_sgd=0.1 / (1 - 0.9)), gradients)

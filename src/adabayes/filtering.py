@@ -38,8 +38,8 @@ def drift(eta: Array, sigma2: Array, batch_size: Array = 1.0) -> Array:
 
     ``1 / (2 k)`` is the filter's memory in steps: 781 at the paper's settings.
 
-    >>> drift(1e-3, 0.1, 128)
-    0.00064
+    >>> round(1 / (2 * drift(1e-3, 0.1, 128)))
+    781
     """
     return batch_size * eta * eta / (2 * sigma2)
 

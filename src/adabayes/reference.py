@@ -9,7 +9,7 @@ Both are generators: each iteration takes one step and yields ``(mu, s2_post)``.
 >>> steps = adabayes(lambda mu, t: -mu, mu=[1.0], lr_adam=1e-3, lr_sgd=0.1, minibatch_size=1)
 >>> mu, s2_post = next(steps)
 >>> mu.round(6).tolist()
-[0.909083]
+[0.909091]
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
+try:
+    import numpy as np
+except ImportError as error:
+    raise ImportError("adabayes.reference needs NumPy: pip install 'adabayes[plot]'") from error
 from numpy.typing import ArrayLike, NDArray
 
 Float64 = NDArray[np.float64]

@@ -42,6 +42,10 @@ class TwoRateOptimizer(BaseOptimizer):
                 raise ValueError("Invalid lr_sgd: 0. It must be above 0. To freeze parameters, set lr=0.")
         check_choice("reduction", group["reduction"], ("mean", "sum"))
 
+    def effective_lr(self, param: Tensor) -> Tensor:
+        """The learning rate that each weight of ``param`` has now."""
+        raise NotImplementedError
+
     def _group_and_state(self, param: Tensor) -> tuple[Group, dict[str, Any]]:
         for group in self.param_groups:
             if any(p is param for p in group["params"]):

@@ -1,0 +1,335 @@
+"""Which weights of a network move like SGD, which like Adam, and at what learning rates.
+
+>>> import torch
+>>> from adabayes import AdaBayes
+>>> w = torch.zeros(4)
+>>> optimizer = AdaBayes([("w", w)], lr=1e-3, lr_sgd=0.1)
+>>> w.grad = torch.tensor([0.0, 1e-3, 0.1, 1.0])  # the crossover is at lr / lr_sgd = 0.01
+>>> optimizer.step()
+>>> regimes(optimizer).total.sgd_like
+0.5
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from adabayes.filtering import drift, fixed_point
+from adabayes.optim._base import real_views
+from adabayes.optim._rates import TwoRateOptimizer
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from matplotlib.axes import Axes
+    from typing_extensions import Self
+
+__all__ = ["Observer", "Points", "Regime", "Regimes", "regimes"]
+
+QUANTILES = (0.05, 0.5, 0.95)
+_GOLDEN = (1 + 5**0.5) / 2  # at the crossover, rms(g) = lr / lr_sgd, the gain is lr_sgd over this
+_SAMPLE = 100_000  # weights of a tensor that quantiles are taken over; shares count all of them
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Of one tensor, or of all: how many weights are on either side of the crossover, and what they get."""
+
+    name: str
+    weights: int
+    sgd_like: float  # share with gradients below lr / lr_sgd, where the gain nears lr_sgd
+    adam_like: float  # share with gradients above, where it nears lr / rms(gradient)
+    lr_quantiles: tuple[float, ...]  # of the effective learning rate, at QUANTILES
+    lr_sgd: float  # the most that a weight can get, at present
+
+
+@dataclass(frozen=True)
+class Regimes:
+    """The regimes of each parameter tensor and in total. Prints as a table."""
+
+    tensors: tuple[Regime, ...]
+    total: Regime
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for a log."""
+        return asdict(self)
+
+    def cells(self) -> Iterator[tuple[str, ...]]:
+        """The table, as text: a header, a row for each tensor, the total."""
+        yield ("parameter", "weights", "SGD", "Adam", *(f"lr {q:.0%}" for q in QUANTILES), "lr_sgd")
+        for row in (*self.tensors, self.total):
+            rates = (f"{rate:.2g}" for rate in (*row.lr_quantiles, row.lr_sgd))
+            yield (_shortened(row.name), f"{row.weights:,}", f"{row.sgd_like:.0%}", f"{row.adam_like:.0%}", *rates)
+
+    def __str__(self) -> str:
+        rows = list(self.cells())
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = [
+            "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in rows
+        ]
+        rule = "-" * len(lines[0])
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+    def print(self) -> None:
+        """Print the table, in colour where rich is installed."""
+        try:
+            from rich.box import SIMPLE_HEAD
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            print(self)
+            return
+        header, *rows, total = self.cells()
+        table = Table(
+            title="What moves like SGD, what like Adam, and how fast",
+            box=SIMPLE_HEAD,
+            pad_edge=False,
+            collapse_padding=True,
+            show_footer=True,
+        )
+        colours = ("", "", "dark_orange", "dodger_blue2", *[""] * (len(QUANTILES) + 1))
+        for i, (name, footer, colour) in enumerate(zip(header, total, colours)):
+            table.add_column(name, footer, justify="left" if i == 0 else "right", style=colour, footer_style=colour)
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+
+
+def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> Regimes:
+    """Tell the regimes of an :class:`~adabayes.AdaBayes` or :class:`~adabayes.AdaBayesFP` that has taken a step.
+
+    Args:
+        optimizer: its parameters without state (no gradient yet) are left out.
+        model: where to take the names of parameters from; or make the optimizer with ``named_parameters()``.
+    """
+    two_rates = _two_rates(optimizer)
+    rows: list[Regime] = []
+    samples: list[tuple[Tensor, float]] = []  # effective learning rates, and how many weights each stands for
+    for name, p, group in _named(two_rates, model):
+        lrs = two_rates.effective_lr(p).flatten()
+        if lrs.numel() == 0:
+            continue
+        lr_sgd = group["lr_sgd"] * two_rates._schedule(group)
+        sgd_like = torch.count_nonzero(lrs * _GOLDEN >= lr_sgd).item() / lrs.numel()
+        sample = lrs[:: -(-lrs.numel() // _SAMPLE)].double()
+        samples.append((sample, lrs.numel() / sample.numel()))
+        rows.append(Regime(name, lrs.numel(), sgd_like, 1 - sgd_like, _quantiles([samples[-1]]), lr_sgd))
+    if not rows:
+        raise RuntimeError("no parameter has state yet: take a step with gradients, at a learning rate above 0, first")
+    weights = sum(row.weights for row in rows)
+    sgd_like = sum(row.sgd_like * row.weights for row in rows) / weights
+    highest = max(row.lr_sgd for row in rows)
+    return Regimes(tuple(rows), Regime("total", weights, sgd_like, 1 - sgd_like, _quantiles(samples), highest))
+
+
+@dataclass(frozen=True)
+class Points:
+    """Sampled weights of one tensor in the paper's learning-rate figure."""
+
+    name: str
+    adam_lr: Tensor  # x: lr / sqrt(<g^2>), what Adam would give each weight
+    effective_lr: Tensor  # y: what it gets
+    lr: float
+    lr_sgd: float
+
+
+class Observer:
+    r"""Follows the gradients of a sample of weights, so that the paper's learning-rate figure can be drawn.
+
+    It keeps :math:`\langle g^2 \rangle` of a few weights of each tensor, after each step of the optimizer, and touches
+    nothing else: neither gradients nor state nor the global random generator.
+
+    Args:
+        optimizer: an AdaBayes or AdaBayesFP.
+        per_tensor: how many weights of each parameter tensor to follow.
+        beta2: decay of the mean square. None: that of AdaBayes-FP, or of the filter's own memory.
+        seed: of the choice of weights.
+        model: where to take the names of parameters from; or make the optimizer with ``named_parameters()``.
+
+    Examples:
+        >>> from adabayes import AdaBayes
+        >>> w = torch.zeros(1000)
+        >>> optimizer = AdaBayes([("w", w)], lr=1e-3, lr_sgd=0.1)
+        >>> with Observer(optimizer, per_tensor=10) as observer:
+        ...     for _ in range(3):
+        ...         w.grad = torch.full((1000,), 2.0)
+        ...         optimizer.step()
+        >>> [points.adam_lr.numel() for points in observer.points()]
+        [10]
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        per_tensor: int = 100,
+        beta2: float | None = None,
+        seed: int = 0,
+        model: nn.Module | None = None,
+    ) -> None:
+        if per_tensor < 1:
+            raise ValueError(f"Invalid per_tensor: {per_tensor}. It must be at least 1.")
+        if beta2 is not None and not 0 <= beta2 < 1:
+            raise ValueError(f"Invalid beta2: {beta2}. It must be at least 0 and below 1.")
+        self._optimizer = _two_rates(optimizer)
+        self._model = model
+        self._per_tensor = per_tensor
+        self._beta2 = beta2
+        self._generator = torch.Generator().manual_seed(seed)
+        self._tracked: dict[Tensor, _Tracked] = {}
+        self._hook = optimizer.register_step_post_hook(self._observe)
+
+    def close(self) -> None:
+        """Stop following; what was seen stays."""
+        self._hook.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @torch.no_grad()
+    def _observe(self, *_: object) -> None:
+        for group in self._optimizer.param_groups:
+            to_mean = 1 / group["batch_size"] if group["reduction"] == "sum" else 1.0
+            for p in group["params"]:
+                if p.grad is None or p.numel() == 0:
+                    continue
+                (grad,) = real_views(p.grad)
+                if p not in self._tracked:
+                    beta2 = _memory(group) if self._beta2 is None else self._beta2
+                    self._tracked[p] = _Tracked.choose(grad, self._per_tensor, beta2, self._generator)
+                self._tracked[p].see(grad, to_mean)
+
+    def points(self) -> list[Points]:
+        """The sample as it is now, a tensor each."""
+        found = []
+        for name, p, group in _named(self._optimizer, self._model):
+            if p in self._tracked:
+                tracked = self._tracked[p]
+                schedule = self._optimizer._schedule(group)
+                lr = group["base_lr"] * schedule
+                adam_lr = lr / tracked.mean_square().sqrt()
+                effective_lr = tracked.take(self._optimizer.effective_lr(p)).double()
+                found.append(Points(name, adam_lr, effective_lr, lr, group["lr_sgd"] * schedule))
+        return found
+
+    def plot(self, path: str | PathLike[str] | None = None, ax: Axes | None = None) -> Axes:
+        """Draw the paper's learning-rate figure (its Fig. 3) and save it to ``path`` if given."""
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ImportError("plotting needs matplotlib: pip install 'adabayes[plot]'") from error
+        points = [p for p in self.points() if p.lr > 0]
+        if not points:
+            raise RuntimeError("nothing to draw: take steps with gradients, at a learning rate above 0, first")
+        if ax is None:
+            _, ax = plt.subplots(figsize=(5.5, 4), layout="constrained")
+        for p in points:
+            ax.plot(p.adam_lr, p.effective_lr, ".", color="0.25", alpha=0.35, markersize=4, markeredgewidth=0, zorder=3)
+        rates = {(p.lr, p.lr_sgd) for p in points}
+        seen = torch.cat([p.adam_lr[p.adam_lr.isfinite()] for p in points])  # without gradients: at infinity
+        left, right = seen.quantile(torch.tensor([0.001, 0.99], dtype=seen.dtype)).tolist() if len(seen) else (1, 1)
+        left = min(left, *(lr_sgd / 30 for _, lr_sgd in rates)) / 2
+        right = max(right, *(30 * lr_sgd for _, lr_sgd in rates)) * 2
+        x = torch.logspace(math.log10(left), math.log10(right), 300, dtype=torch.float64)
+        for i, (lr, lr_sgd) in enumerate(sorted(rates)):
+            adam, sgd = x[x < 3 * lr_sgd], x[x > lr_sgd / 3]
+            curves = (
+                ("Adam, lr / rms(g)", adam, adam, "tab:blue", "-"),
+                ("SGD, lr_sgd", sgd, torch.full_like(sgd, lr_sgd), "tab:orange", "-"),
+                ("fixed point", x, fixed_point((lr / x) ** 2, lr, lr_sgd), "tab:green", "-"),
+                ("crossover", [lr_sgd] * 2, [left, 3 * lr_sgd], "tab:purple", ":"),
+            )
+            for label, xs, ys, colour, style in curves:
+                ax.plot(xs, ys, style, color=colour, label=label if i == 0 else None)
+        ax.plot([], [], ".", color="0.25", label="weights")
+        ax.set(
+            xscale="log",
+            yscale="log",
+            xlabel="Adam's learning rate, lr / rms(g)",
+            ylabel="effective learning rate",
+            xlim=(left, right),
+        )
+        ax.legend(frameon=False)
+        if path is not None:
+            ax.get_figure(root=True).savefig(path, dpi=150)  # type: ignore[union-attr]
+        return ax
+
+
+class _Tracked:
+    """A few weights of one tensor."""
+
+    def __init__(self, where: tuple[Tensor, ...], beta2: float) -> None:
+        self._where = where
+        self._beta2 = beta2
+        self._average: Tensor | None = None
+        self._steps = 0
+
+    @classmethod
+    def choose(cls, like: Tensor, count: int, beta2: float, generator: torch.Generator) -> _Tracked:
+        if like.numel() > count:
+            flat = torch.randint(like.numel(), (count,), generator=generator)
+        else:
+            flat = torch.arange(like.numel())
+        return cls(torch.unravel_index(flat.to(like.device), like.shape) if like.dim() else (), beta2)
+
+    def take(self, values: Tensor) -> Tensor:
+        """The sampled entries; without a copy of the rest, whatever its strides."""
+        return values[self._where].reshape(-1)
+
+    def see(self, grad: Tensor, to_mean: float) -> None:
+        square = (self.take(grad).double() * to_mean).square()
+        average = torch.zeros_like(square) if self._average is None else self._average
+        self._average = average.lerp(square, 1 - self._beta2)
+        self._steps += 1
+
+    def mean_square(self) -> Tensor:
+        assert self._average is not None
+        return self._average / (1 - self._beta2**self._steps)
+
+
+def _memory(group: dict[str, Any]) -> float:
+    """Per step, how much of the past the optimizer remembers of squared gradients."""
+    if "dynamics" not in group:
+        return float(group["betas"][1])
+    if not group["base_lr"]:
+        return 0.999
+    return math.exp(-2 * drift(group["base_lr"], group["lr_sgd"], group["batch_size"]))
+
+
+def _two_rates(optimizer: torch.optim.Optimizer) -> TwoRateOptimizer:
+    if not isinstance(optimizer, TwoRateOptimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} has one learning rate, so its weights have no regimes: "
+            "diagnostics take an AdaBayes or an AdaBayesFP"
+        )
+    return optimizer
+
+
+def _named(optimizer: TwoRateOptimizer, model: nn.Module | None) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+    """Name, parameter and group of each parameter that has state."""
+    of_model = {p: name for name, p in model.named_parameters()} if model is not None else {}
+    for i, group in enumerate(optimizer.param_groups):
+        given: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
+        for j, (p, name) in enumerate(zip(group["params"], given)):
+            if p in optimizer.state and group["base_lr"]:
+                yield of_model.get(p) or name or f"group {i}, parameter {j}", p, group
+
+
+def _quantiles(samples: list[tuple[Tensor, float]]) -> tuple[float, ...]:
+    """Of samples whose members stand for different numbers of weights."""
+    values, order = torch.cat([sample for sample, _ in samples]).sort()
+    weights = torch.cat([torch.full_like(sample, weight) for sample, weight in samples])[order].cumsum(0)
+    targets = torch.tensor(QUANTILES, dtype=weights.dtype, device=weights.device) * weights[-1]
+    return tuple(values[torch.searchsorted(weights, targets).clamp(max=len(values) - 1)].tolist())
+
+
+def _shortened(name: str, width: int = 20) -> str:
+    return name if len(name) <= width else "…" + name[-width + 1 :]

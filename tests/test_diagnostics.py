@@ -1,0 +1,195 @@
+"""What the diagnostics tell, against what is known."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import pytest
+import torch
+from torch import nn
+
+from adabayes import AdaBayes, AdaBayesFP
+from adabayes.diagnostics import Observer, regimes
+from adabayes.filtering import fixed_point
+
+matplotlib.use("agg")
+
+LR, LR_SGD = 1e-3, 0.1
+CROSSOVER = LR / LR_SGD
+PAIR = pytest.mark.parametrize("cls", [AdaBayes, AdaBayesFP])
+
+
+def steady(optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor], steps: int = 20) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for _ in range(steps):
+        for p, g in zip(params, gradients):
+            p.grad = g.clone()
+        optimizer.step()
+
+
+@PAIR
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_shares_and_quantiles_of_known_gradients(cls: type[AdaBayes], reduction: str) -> None:
+    """Known sizes on either side of the crossover, in tensors of different size."""
+    a, b = torch.zeros(100), torch.zeros(10, 30)
+    optimizer = cls([("a", a), ("b", b)], LR, LR_SGD, reduction=reduction, batch_size=64)
+    factor = 64 if reduction == "sum" else 1
+    first = torch.where(torch.arange(100) < 25, 0.01 * CROSSOVER, 10 * CROSSOVER)
+    second = torch.full((10, 30), 0.01 * CROSSOVER)
+    steady(optimizer, [factor * first, factor * second])
+    report = regimes(optimizer)
+    assert [row.name for row in report.tensors] == ["a", "b"]
+    assert [row.sgd_like for row in report.tensors] == [0.25, 1.0]
+    assert report.total.weights == 400
+    assert report.total.sgd_like == pytest.approx(325 / 400)
+    assert report.total.adam_like == pytest.approx(75 / 400)
+    slow, fast = fixed_point((10 * CROSSOVER) ** 2, LR, LR_SGD), LR_SGD
+    assert report.tensors[0].lr_quantiles == pytest.approx((slow, slow, fast), rel=0.02)
+    assert report.total.lr_quantiles == pytest.approx((slow, fast, fast), rel=0.02)  # weighted by size
+
+
+@PAIR
+def test_effective_learning_rates_follow_the_schedule(cls: type[AdaBayes]) -> None:
+    w = torch.zeros(8)
+    optimizer = cls([w], LR, LR_SGD)
+    steady(optimizer, [torch.logspace(-4, 0, 8)])
+    before = regimes(optimizer)
+    optimizer.param_groups[0]["lr"] *= 0.1
+    after = regimes(optimizer)
+    assert after.total.lr_quantiles == pytest.approx([0.1 * lr for lr in before.total.lr_quantiles])
+    assert after.total.lr_sgd == pytest.approx(0.01)
+    assert after.total.sgd_like == before.total.sgd_like
+
+
+def test_total_over_large_tensors_is_sampled_but_right() -> None:
+    w = torch.zeros(1_000_003)
+    optimizer = AdaBayesFP([w], LR, LR_SGD)
+    sizes = torch.logspace(-3, 1, 1_000_003) * CROSSOVER
+    steady(optimizer, [sizes], steps=1)
+    (row,) = regimes(optimizer).tensors
+    assert row.sgd_like == pytest.approx(0.75, abs=1e-4)
+    expected = fixed_point((0.1 * CROSSOVER) ** 2, LR, LR_SGD)  # the median gradient
+    assert row.lr_quantiles[1] == pytest.approx(expected, rel=1e-3)
+
+
+def test_weights_without_gradient_count_as_sgd_like() -> None:
+    w = torch.zeros(4)
+    optimizer = AdaBayes([w], LR, LR_SGD)
+    steady(optimizer, [torch.tensor([0.0, 0.0, 0.0, 1.0])])
+    assert regimes(optimizer).total.sgd_like == 0.75
+
+
+def test_table_fits_a_terminal_and_is_plain_data(capsys: pytest.CaptureFixture[str]) -> None:
+    net = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(30, 20))), nn.Linear(20, 1))
+    net.register_parameter("a_name_that_is_as_long_as_names_in_transformers_are", nn.Parameter(torch.zeros(12_345_678)))
+    optimizer = AdaBayes(net.parameters())
+    for p in net.parameters():
+        p.grad = torch.full_like(p, 0.0123)
+    optimizer.step()
+    report = regimes(optimizer, model=net)
+    text = str(report)
+    assert "0.0.0.weight" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert json.loads(json.dumps(report.as_dict()))["total"]["weights"] == 12_345_678 + 641
+    report.print()
+    printed = capsys.readouterr().out
+    assert "0.0.0.weight" in printed
+    assert "12,345,678" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_table_prints_without_rich() -> None:
+    script = """
+import sys
+sys.modules["rich"] = None
+import torch
+from adabayes import AdaBayes
+from adabayes.diagnostics import regimes
+w = torch.zeros(2)
+optimizer = AdaBayes([w])
+w.grad = torch.ones(2)
+optimizer.step()
+regimes(optimizer).print()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "group 0, parameter 0" in done.stdout
+
+
+@PAIR
+def test_observed_points_lie_on_the_fixed_point_curve(cls: type[AdaBayes]) -> None:
+    """Steady gradients over five decades: the paper's learning-rate figure, in numbers."""
+    w = torch.zeros(50, dtype=torch.float64)
+    optimizer = cls([("w", w)], LR, LR_SGD)
+    sizes = torch.logspace(-4, 1, 50, dtype=torch.float64) * CROSSOVER
+    with Observer(optimizer, per_tensor=50) as observer:
+        steady(optimizer, [sizes], steps=50)
+    (points,) = observer.points()
+    torch.testing.assert_close(points.adam_lr, LR / sizes)
+    torch.testing.assert_close(points.effective_lr, fixed_point(sizes**2, LR, LR_SGD), rtol=0.02, atol=0)
+
+
+def test_observer_changes_nothing() -> None:
+    """Neither results nor the global generator, whatever the shapes."""
+
+    def train(observed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(12, 2)).to(memory_format=torch.channels_last)
+        scale = nn.Parameter(torch.ones(()))
+        spectrum = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        params = [*net.parameters(), scale, spectrum, nn.Parameter(torch.empty(0))]
+        optimizer = AdaBayes(params)
+        observer = Observer(optimizer, per_tensor=5) if observed else None
+        for _ in range(3):
+            optimizer.zero_grad()
+            (scale * net(torch.randn(2, 1, 4, 4)) * spectrum.abs().sum()).square().mean().backward()
+            optimizer.step()
+        if observer:
+            assert [len(p.adam_lr) for p in observer.points()] == [5, 3, 5, 2, 1, 5]
+        return [p.detach() for p in params] + [torch.rand(1)]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(True), train(False)))
+
+
+def test_observer_stops_when_closed() -> None:
+    w = torch.zeros(3)
+    optimizer = AdaBayes([w])
+    observer = Observer(optimizer)
+    steady(optimizer, [torch.ones(3)])
+    observer.close()
+    before = observer.points()[0].adam_lr
+    steady(optimizer, [torch.full((3,), 5.0)])
+    assert torch.equal(observer.points()[0].adam_lr, before)
+
+
+def test_plot_draws_the_weights_and_the_four_lines(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    a, b = torch.zeros(40), torch.zeros(30)
+    optimizer = AdaBayes([{"params": [("a", a)]}, {"params": [("b", b)], "lr": 1e-2}], LR, LR_SGD)
+    observer = Observer(optimizer)
+    steady(optimizer, [torch.logspace(-4, 0, 40), torch.zeros(30)])
+    ax = observer.plot(tmp_path / "rates.png")
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == ["Adam, lr / rms(g)", "SGD, lr_sgd", "fixed point", "crossover", "weights"]
+    drawn = [len(line.get_xdata()) for line in ax.get_lines() if line.get_marker() == "."]
+    assert drawn[:2] == [40, 30]
+    assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_calls() -> None:
+    w = torch.zeros(2)
+    with pytest.raises(TypeError, match=r"SGD has one learning rate.*AdaBayes"):
+        regimes(torch.optim.SGD([w], 0.1))
+    with pytest.raises(TypeError, match="Adam has one learning rate"):
+        Observer(torch.optim.Adam([w]))
+    with pytest.raises(RuntimeError, match="take a step with gradients"):
+        regimes(AdaBayes([w]))
+    with pytest.raises(RuntimeError, match="nothing to draw"):
+        Observer(AdaBayes([w])).plot()
+    with pytest.raises(ValueError, match="Invalid per_tensor: 0"):
+        Observer(AdaBayes([w]), per_tensor=0)
+    with pytest.raises(ValueError, match=r"Invalid beta2: 1\.0"):
+        Observer(AdaBayes([w]), beta2=1.0)
