@@ -1,0 +1,54 @@
+"""What the documents show runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+matplotlib.use("agg")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_python_in_documents_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a document, one after the other, in one namespace."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    exec(compile("\n".join(blocks), document.name, "exec"), {})
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_between_files_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
+        assert (document.parent / target).exists(), f"{document.name} links to {target}, which does not exist"
+
+
+def test_demo_trains_prints_and_draws(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "examples" / "demo.py", "--epochs", "2", "--seeds", "1", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for name in ("SGD", "AdamW", "AdaBayes", "AdaBayes-FP", "8.weight"):
+        assert re.search(rf"^ *{re.escape(name)} ", done.stdout, re.MULTILINE), done.stdout
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_refuses_nonsense() -> None:
+    command = [sys.executable, ROOT / "examples" / "demo.py", "--epochs", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--epochs 0 --seeds 3: both must be at least 1" in done.stderr
+
+
+def test_importing_adabayes_imports_torch_and_nothing_else_of_the_extras() -> None:
+    script = (
+        "import sys, torch; before = set(sys.modules); import adabayes;"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before};"
+        "assert new <= {'adabayes', 'torch'}, new"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
