@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,9 @@ from torch.optim.optimizer import Optimizer, ParamsT, _foreach_supported_types, 
 
 Group = dict[str, Any]
 Scalar = float | Tensor
+
+_DTYPE = attrgetter("dtype")
+_DEVICE = attrgetter("device")
 
 # Named differently before torch 2.10; the old name warns on later versions.
 if hasattr(Optimizer, "_accelerator_graph_capture_health_check"):
@@ -241,24 +245,34 @@ def as_scalar(value: Scalar, *, keep_tensor: bool) -> Scalar:
     return value.item()
 
 
-def with_state_precision(tensors: list[Tensor], state: Tensor) -> list[Tensor]:
-    """The tensors themselves, or copies in the precision of the state if that is higher."""
-    dtype = torch.promote_types(tensors[0].dtype, state.dtype)
-    return tensors if tensors[0].dtype == dtype else [t.to(dtype) for t in tensors]
+def in_precision_of(state: Tensor, params: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters and gradients to compute with: themselves, or copies where the state's precision is higher."""
+    dtype = torch.promote_types(params[0].dtype, state.dtype)
+    return (
+        params if params[0].dtype == dtype else [p.to(dtype) for p in params],
+        grads if grads[0].dtype == state.dtype else [g.to(state.dtype) for g in grads],
+    )
 
 
 def prefers_foreach(params: Sequence[Tensor], differentiable: bool) -> bool:
     return not differentiable and all(type(p) in _foreach_supported_types for p in params)
 
 
-def by_device_and_dtype(*lists: Sequence[Any]) -> list[list[list[Any]]]:
-    """Split parallel lists into runs that foreach can take at once, by the first two lists' device and dtype."""
+def uniform_runs(
+    params: list[Tensor], states: list[Tensor], grads: list[Tensor], *others: Sequence[Any]
+) -> Iterator[list[Any]]:
+    """Split parallel lists into runs that foreach can take at once: of one device, and of one dtype in each list."""
+    lists = (params, states, grads, *others)
+    kinds = [set(map(_DTYPE, tensors)) for tensors in lists[:3]] + [set(map(_DEVICE, params))]
+    if all(len(kind) == 1 for kind in kinds):
+        yield list(lists)
+        return
     runs: dict[Any, list[list[Any]]] = defaultdict(lambda: [[] for _ in lists])
     for row in zip(*lists):
-        run = runs[row[0].device, row[0].dtype, row[1].dtype]
+        run = runs[row[0].device, row[0].dtype, row[1].dtype, row[2].dtype]
         for column, item in zip(run, row):
             column.append(item)
-    return list(runs.values())
+    yield from runs.values()
 
 
 def real_views(*tensors: Tensor) -> list[Tensor]:
@@ -277,3 +291,12 @@ def count_step_(steps: list[Tensor]) -> None:
 def step_value(step: Tensor, capturable: bool) -> Scalar:
     """A step count as a number where that costs nothing, else as a tensor."""
     return step if capturable or torch.compiler.is_compiling() else step.item()
+
+
+def per_step(function: Callable[[Scalar], Any], steps: list[Tensor], capturable: bool) -> list[Any]:
+    """What depends on the step count, for each tensor; most have the same count, so each is worked out once."""
+    if capturable or torch.compiler.is_compiling():
+        return [function(step) for step in steps]
+    values = [step.item() for step in steps]
+    results = {value: function(value) for value in set(values)}
+    return [results[value] for value in values]

@@ -13,15 +13,16 @@ from adabayes.optim._base import (
     Group,
     Scalar,
     as_scalar,
-    by_device_and_dtype,
     check_capturable,
     check_choice,
     check_range,
     count_step_,
+    in_precision_of,
+    per_step,
     prefers_foreach,
     real_views,
     step_value,
-    with_state_precision,
+    uniform_runs,
 )
 from adabayes.optim._rates import TwoRateOptimizer
 
@@ -279,6 +280,9 @@ class _Coefficients(NamedTuple):
     beta1: float
     shrink: Scalar | None  # weight decay
 
+    def step_size(self, step: Scalar) -> Scalar:
+        return -self.scale / (1 - self.beta1**step)
+
 
 def _single_tensor_adabayes(
     params: list[Tensor],
@@ -296,9 +300,8 @@ def _single_tensor_adabayes(
         step_t += 1
         if has_complex:
             param, grad, exp_avg, gain = real_views(param, grad, exp_avg, gain)
-        grad = grad.to(gain.dtype)
-        (value,) = with_state_precision([param], gain)
-        step_size = c.scale / (1 - c.beta1 ** step_value(step_t, capturable))
+        (value,), (grad,) = in_precision_of(gain, [param], [grad])
+        step_size = c.step_size(step_value(step_t, capturable))
 
         mean = exp_avg.lerp(grad, 1 - c.beta1)
         begun, still_asleep = _begin(gain, grad, c) if may_sleep else (gain, None)
@@ -314,9 +317,9 @@ def _single_tensor_adabayes(
 
         moved = value if c.shrink is None else value * c.shrink
         if isinstance(step_size, Tensor):
-            moved = torch.addcdiv(moved, mean * -step_size, precision)
+            moved = torch.addcdiv(moved, mean * step_size, precision)
         else:
-            moved = torch.addcdiv(moved, mean, precision, value=-step_size)
+            moved = torch.addcdiv(moved, mean, precision, value=step_size)
         param.copy_(moved)
         exp_avg.copy_(mean)
         gain.copy_(posterior)
@@ -334,21 +337,15 @@ def _multi_tensor_adabayes(
     has_complex: bool,
 ) -> None:
     """All tensors at once, in seven calls that need no memory beside the state."""
-    for run in by_device_and_dtype(params, gains, grads, exp_avgs, state_steps, asleep):
+    for run in uniform_runs(params, gains, grads, exp_avgs, state_steps, asleep):
         targets, s, g, m, steps, may_sleep = run
         count_step_(steps)
         if has_complex:
             targets, s, g, m = (real_views(*tensors) for tensors in (targets, s, g, m))
-        p = with_state_precision(targets, s[0])
-        g = [t.to(s[0].dtype) for t in g]
-        step_sizes: list[Any] = [-c.scale / (1 - c.beta1 ** step_value(step, capturable)) for step in steps]
+        p, g = in_precision_of(s[0], targets, g)
+        step_sizes = per_step(c.step_size, steps, capturable)
 
-        still_asleep = []
-        for i in (i for i, flag in enumerate(may_sleep) if flag):
-            begun, mask = _begin(s[i], g[i], c)
-            s[i].copy_(begun)
-            still_asleep.append((s[i], mask))
-
+        still_asleep = [(gain, _begin_(gain, grad, c)) for gain, grad, flag in zip(s, g, may_sleep) if flag]
         torch._foreach_lerp_(m, g, 1 - c.beta1)
         if c.exact:
             torch._foreach_lerp_(s, [_filled(c.stationary, s[0])] * len(s), c.flow.noise / c.stationary)
@@ -365,9 +362,9 @@ def _multi_tensor_adabayes(
             torch._foreach_addcdiv_(p, m, s, step_sizes)
         torch._foreach_reciprocal_(s)
 
-        for gain, mask in still_asleep:
-            if mask is not None:
-                gain.masked_fill_(mask, 0)
+        for gain, where in still_asleep:
+            if where is not None:
+                gain[where] = 0
         if p is not targets:
             torch._foreach_copy_(targets, p)
 
@@ -382,6 +379,19 @@ def _begin(gain: Tensor, grad: Tensor, c: _Coefficients) -> tuple[Tensor, Tensor
         return torch.where(sleeping, c.stationary, gain), None
     start = fixed_point((c.to_mean * grad) ** 2, c.eta, c.stationary)
     return torch.where(sleeping, start, gain), sleeping & (grad == 0)
+
+
+def _begin_(gain: Tensor, grad: Tensor, c: _Coefficients) -> Tensor | tuple[Tensor, ...] | None:
+    """The same in place; where there are few, and finding them costs no wait for a device, of those few alone."""
+    if torch.compiler.is_compiling() or not gain.is_cpu or gain.dim() == 0:
+        begun, mask = _begin(gain, grad, c)
+        gain.copy_(begun)
+        return mask
+    where = torch.nonzero(gain == 0, as_tuple=True)
+    if not len(where[0]):
+        return None
+    gain[where], mask = _begin(gain[where], grad[where], c)
+    return None if mask is None else tuple(index[mask] for index in where)
 
 
 def _filled(value: Scalar, like: Tensor) -> Tensor:

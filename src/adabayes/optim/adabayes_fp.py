@@ -13,14 +13,15 @@ from adabayes.optim._base import (
     Group,
     Scalar,
     as_scalar,
-    by_device_and_dtype,
     check_capturable,
     check_range,
     count_step_,
+    in_precision_of,
+    per_step,
     prefers_foreach,
     real_views,
     step_value,
-    with_state_precision,
+    uniform_runs,
 )
 from adabayes.optim._rates import TwoRateOptimizer
 
@@ -235,8 +236,7 @@ def _single_tensor_adabayes_fp(
         step_t += 1
         if has_complex:
             param, grad, exp_avg, exp_avg_sq = real_views(param, grad, exp_avg, exp_avg_sq)
-        grad = grad.to(exp_avg_sq.dtype)
-        (value,) = with_state_precision([param], exp_avg_sq)
+        (value,), (grad,) = in_precision_of(exp_avg_sq, [param], [grad])
         inside, outside, step_size = c.of_step(step_value(step_t, capturable))
 
         mean = exp_avg.lerp(grad, 1 - c.beta1)
@@ -264,14 +264,13 @@ def _multi_tensor_adabayes_fp(
     has_complex: bool,
 ) -> None:
     """All tensors at once; the denominator is the one thing that needs memory beside the state."""
-    for run in by_device_and_dtype(params, exp_avg_sqs, grads, exp_avgs, state_steps):
+    for run in uniform_runs(params, exp_avg_sqs, grads, exp_avgs, state_steps):
         targets, v, g, m, steps = run
         count_step_(steps)
         if has_complex:
             targets, v, g, m = (real_views(*tensors) for tensors in (targets, v, g, m))
-        p = with_state_precision(targets, v[0])
-        g = [t.to(v[0].dtype) for t in g]
-        inside, outside, step_sizes = map(list, zip(*(c.of_step(step_value(step, capturable)) for step in steps)))
+        p, g = in_precision_of(v[0], targets, g)
+        inside, outside, step_sizes = map(list, zip(*per_step(c.of_step, steps, capturable)))
 
         torch._foreach_lerp_(m, g, 1 - c.beta1)
         torch._foreach_mul_(v, c.beta2)

@@ -13,14 +13,15 @@ from adabayes.optim._base import (
     Group,
     Scalar,
     as_scalar,
-    by_device_and_dtype,
     check_capturable,
     check_range,
     count_step_,
+    in_precision_of,
+    per_step,
     prefers_foreach,
     real_views,
     step_value,
-    with_state_precision,
+    uniform_runs,
 )
 
 __all__ = ["AdaBound", "adabound"]
@@ -231,8 +232,7 @@ def _single_tensor_adabound(
         step_t += 1
         if has_complex:
             param, grad, exp_avg, exp_avg_sq, maximum = real_views(param, grad, exp_avg, exp_avg_sq, maximum)
-        grad = grad.to(exp_avg_sq.dtype)
-        (value,) = with_state_precision([param], exp_avg_sq)
+        (value,), (grad,) = in_precision_of(exp_avg_sq, [param], [grad])
         size, lower, upper = c.of_step(step_value(step_t, capturable))
 
         if c.maximize:
@@ -264,14 +264,13 @@ def _multi_tensor_adabound(
     has_complex: bool,
 ) -> None:
     """All tensors at once."""
-    for run in by_device_and_dtype(params, exp_avg_sqs, grads, exp_avgs, maxima, state_steps):
+    for run in uniform_runs(params, exp_avg_sqs, grads, exp_avgs, maxima, state_steps):
         targets, v, g, m, divisors, steps = run
         count_step_(steps)
         if has_complex:
             targets, v, g, m, divisors = (real_views(*tensors) for tensors in (targets, v, g, m, divisors))
-        p = with_state_precision(targets, v[0])
-        g = [t.to(v[0].dtype) for t in g]
-        sizes, lower, upper = map(list, zip(*(c.of_step(step_value(step, capturable)) for step in steps)))
+        p, g = in_precision_of(v[0], targets, g)
+        sizes, lower, upper = map(list, zip(*per_step(c.of_step, steps, capturable)))
 
         if c.maximize:
             g = list(torch._foreach_neg(g))
