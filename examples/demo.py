@@ -4,7 +4,7 @@
 
 What one sees: the pair train, given AdamW's learning rate and SGD's, to the same test error as either, within the
 noise of seeds (digits are easy: this shows that things work, not which is better); and which weights AdaBayes moved
-like SGD, which like Adam. Under a minute on two cores, no download.
+like SGD, which like Adam. Half a minute on two cores, no download.
 """
 
 from __future__ import annotations

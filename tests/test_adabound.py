@@ -64,6 +64,12 @@ def test_gamma_zero_is_adam() -> None:
     torch.testing.assert_close(ours, adam, rtol=1e-12, atol=0)
 
 
+def test_gamma_zero_at_lr_zero_moves_nothing(foreach: bool) -> None:
+    w = start()
+    path(AdaBound([w], lr=0.0, gamma=0.0, foreach=foreach), gradients(3))
+    assert torch.equal(w, start())
+
+
 @pytest.mark.parametrize("amsbound", [False, True])
 def test_bounds_close_in_on_sgd(amsbound: bool) -> None:
     optimizer = AdaBound([start()], final_lr=0.1, gamma=0.5, amsbound=amsbound)

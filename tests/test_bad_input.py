@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from adabayes import AdaBayes, AdaBayesFP, AdaBound
+from adabayes.optim import adabayes
 from tests.conftest import Maker
 
 NAN, INF = float("nan"), float("inf")
@@ -24,7 +25,7 @@ COMMON = [
     ("weight_decay", NAN, "Invalid weight_decay value: nan"),
 ]
 TWO_RATES = [
-    ("lr_sgd", -1.0, r"Invalid lr_sgd: -1.*Leave it out for 100 \* lr"),
+    ("lr_sgd", -1.0, r"Invalid lr_sgd: -1.*above 0; leave it out for 100 \* lr"),
     ("lr_sgd", NAN, "Invalid lr_sgd: nan"),
     ("lr_sgd", INF, "Invalid lr_sgd: inf"),
     ("lr_sgd", 0.0, "Invalid lr_sgd: 0.*lr=0"),
@@ -67,14 +68,44 @@ def test_value_out_of_range_in_a_group(cls: Any, name: str, value: Any, message:
     assert len(optimizer.param_groups) == 1
 
 
-def test_not_a_number(make: Maker) -> None:
-    with pytest.raises(TypeError, match="Invalid learning rate: '1e-3x' is not a number"):
-        make([torch.zeros(2)], lr="1e-3x")
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+def test_not_a_number(make: Maker, name: str) -> None:
+    """Such as YAML makes of 1e-3."""
+    with pytest.raises(TypeError, match="'1e-3' is not a number but a str"):
+        make([torch.zeros(2)], **{name: "1e-3"})
+
+
+@pytest.mark.parametrize("cls", [AdaBayesFP, AdaBound])
+def test_wrong_number_of_betas(cls: Any) -> None:
+    with pytest.raises(ValueError, match=r"Invalid betas: \(0\.9,\)\. There must be 2"):
+        cls([torch.zeros(2)], betas=(0.9,))
 
 
 def test_foreach_with_differentiable(make: Maker) -> None:
     with pytest.raises(RuntimeError, match="`foreach=True` does not support `differentiable=True`"):
         make([torch.zeros(2)], foreach=True, differentiable=True)
+    optimizer = make([torch.zeros(2)], differentiable=True)
+    with pytest.raises(RuntimeError, match="`foreach=True` does not support `differentiable=True`"):
+        optimizer.add_param_group({"params": [torch.zeros(2)], "foreach": True})
+
+
+def test_wrong_calls_of_the_functional_form() -> None:
+    w = [torch.zeros(2)]
+    numbers: dict[str, Any] = {
+        "lr": 1e-3,
+        "lr_sgd": 0.1,
+        "base_lr": 1e-3,
+        "batch_size": 1,
+        "beta1": 0.9,
+        "weight_decay": 0.0,
+        "dynamics": "exact",
+        "reduction": "mean",
+        "maximize": False,
+    }
+    with pytest.raises(ValueError, match="Invalid dynamics: 'foo'"):
+        adabayes(w, w, w, w, [torch.tensor(0.0)], **{**numbers, "dynamics": "foo"})
+    with pytest.raises(RuntimeError, match="`state_steps` must be a list of singleton tensors"):
+        adabayes(w, w, w, w, [0], **numbers)
 
 
 def test_sparse_gradients(make: Maker, foreach: bool) -> None:

@@ -40,9 +40,7 @@ def test_compiled_step_equals_eager_and_stops_recompiling(make: Maker, foreach: 
         backward(compiled_net, t)
         eager.step()
         step()
-        if t == 1:
-            compiled_so_far = counter.frame_count
-    assert counter.frame_count == compiled_so_far > 0
+    assert counter.frame_count == 1  # one graph without a break, once and for all, as torch's AdamW
     for a, b in zip(all_state(eager), all_state(compiled)):
         # Bias corrections are fp32 there: 1 - 0.999^t = 1e-3 is known to 6e-8 / 1e-3, and v's root to half that.
         torch.testing.assert_close(a, b, rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-6)
@@ -76,8 +74,6 @@ def test_a_tensor_lr_can_be_scheduled_without_recompiling(make: Maker) -> None:
         step()
         for scheduler in schedulers:
             scheduler.step()
-        if t == 1:
-            compiled_so_far = counter.frame_count
-    assert counter.frame_count == compiled_so_far > 0
+    assert counter.frame_count == 1
     for a, b in zip(all_state(eager), all_state(compiled)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

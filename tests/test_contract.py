@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adabayes import AdaBayes
 from tests.conftest import MAKERS, Maker, assert_same
@@ -251,34 +252,35 @@ def test_low_precision_parameters_have_fp32_state_and_round_once(
 
 
 def test_differentiable_step_passes_gradcheck(make: Maker) -> None:
-    """Through two steps: parameter, gradients, and learning rate."""
+    """Through two steps: by parameter and gradients."""
 
-    def steps(p: Tensor, first: Tensor, second: Tensor, lr: Tensor) -> tuple[Tensor, ...]:
+    def steps(p: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
         w = p.clone()
-        optimizer = make([w], lr=lr, weight_decay=0.1, differentiable=True)
+        optimizer = make([w], lr=1e-2, weight_decay=0.1, differentiable=True)
         for grad in (first, second):
             w.grad = grad
             optimizer.step()
         return (w, *(entry for name, entry in optimizer.state[w].items() if name != "step"))
 
     generator = torch.Generator().manual_seed(0)
-    p, first, second = (torch.randn(5, generator=generator, dtype=torch.float64) for _ in range(3))
-    lr = torch.tensor(1e-2, dtype=torch.float64)
-    # The filter runs at the base learning rate, which is a number: so the step is linear in a tensor lr, and only
-    # p, m and the step may depend on it. Gradients with respect to lr are those at a fixed base.
-    inputs = [x.requires_grad_() for x in (p, first, second)]
-    assert torch.autograd.gradcheck(lambda *args: steps(*args, lr), inputs, eps=1e-7, atol=1e-5, rtol=1e-4)
+    inputs = [torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    assert torch.autograd.gradcheck(steps, inputs, eps=1e-7, atol=1e-5, rtol=1e-4)
 
 
-def test_differentiable_learning_rate(foreach: bool) -> None:
-    """The step's derivative by a scheduled lr is the step per lr."""
-    w = torch.zeros(3, dtype=torch.float64).requires_grad_().clone()
-    lr = torch.tensor(1e-3, dtype=torch.float64, requires_grad=True)
-    optimizer = AdaBayes([w], lr=lr, differentiable=True)
-    w.grad = torch.tensor([1e-6, 1e-2, 1.0], dtype=torch.float64)
-    optimizer.step()
-    (by_lr,) = torch.autograd.grad(w.sum(), lr)
-    assert by_lr.item() == pytest.approx(w.sum().item() / 1e-3)
+def test_differentiable_schedule_passes_gradcheck(make: Maker) -> None:
+    """By a learning rate that is a tensor, at a base that is a constant."""
+
+    def steps(lr: Tensor) -> Tensor:
+        w = torch.linspace(-1, 1, 5, dtype=torch.float64).requires_grad_().clone()
+        optimizer = make([w], lr=1e-2, weight_decay=0.1, differentiable=True)
+        optimizer.param_groups[0]["lr"] = lr
+        for scale in (1.0, 1e-3, 0.1):
+            w.grad = torch.linspace(-scale, 2 * scale, 5, dtype=torch.float64)
+            optimizer.step()
+        return w
+
+    lr = torch.tensor(1e-2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(steps, [lr], eps=1e-7, atol=1e-6, rtol=1e-4)
 
 
 def test_capturable_is_refused_where_torch_refuses_it(make: Maker, foreach: bool) -> None:
@@ -311,13 +313,59 @@ def test_grad_scaler_skips_steps_with_inf(make: Maker, foreach: bool) -> None:
     assert_same(optimizer, expected)
 
 
+def test_default_device_does_not_matter(make: Maker, foreach: bool) -> None:
+    optimizers = [make(parameters(), foreach=foreach) for _ in range(2)]
+    for t in range(2):
+        for optimizer in optimizers:
+            set_gradients(optimizer.param_groups[0]["params"], t)
+        optimizers[0].step()
+        with torch.device("meta"):
+            optimizers[1].step()
+    assert_same(*optimizers)
+
+
+def test_meta_parameters_can_be_stepped(make: Maker, foreach: bool) -> None:
+    """To plan memory before there is any."""
+    w = torch.zeros(3, 4, device="meta")
+    optimizer = make([w], foreach=foreach)
+    for _ in range(2):
+        w.grad = torch.ones_like(w)
+        optimizer.step()
+    assert optimizer.state[w]["exp_avg"].is_meta
+
+
+def test_fake_parameters_can_be_stepped(make: Maker, foreach: bool) -> None:
+    with FakeTensorMode():
+        w = torch.zeros(3, 4)
+        optimizer = make([w], foreach=foreach)
+        for _ in range(2):
+            w.grad = torch.ones_like(w)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_gradient_spoils_its_own_weight_only(make: Maker, foreach: bool, value: float) -> None:
+    bad, good = (torch.ones(4) for _ in range(2))
+    optimizers = [make([p], foreach=foreach) for p in (bad, good)]
+    for t in range(3):
+        for p, optimizer in zip((bad, good), optimizers):
+            p.grad = torch.tensor([1.0, 0.1, 0.0, 1e-5])
+            if p is bad and t == 1:
+                p.grad[0] = value
+            optimizer.step()
+    assert torch.equal(bad[1:], good[1:])
+
+
 # Groups
 
 
 def test_groups_equal_separate_optimizers_bit_for_bit(make: Maker, foreach: bool) -> None:
-    own: list[dict[str, Any]] = [{}, {"lr": 3e-2}, {"lr": 1e-2, "weight_decay": 0.2}, {"weight_decay": 0.3}]
-    if hasattr(make([torch.zeros(1)]), "effective_lr"):
+    own: list[dict[str, Any]] = [{}, {"lr": 3e-2}, {}, {"lr": 1e-2, "weight_decay": 0.2}]
+    probe = make([torch.zeros(1)])
+    if hasattr(probe, "effective_lr"):
         own += [{"lr": 1e-2, "lr_sgd": 0.7}, {"lr_sgd": 0.3, "batch_size": 7}]
+    if isinstance(probe, AdaBayes):
+        own[0] = {"beta1": 0.5}
     params, twins = parameters()[: len(own)], parameters()[: len(own)]
     together = make([{"params": [p], **settings} for p, settings in zip(params, own)], foreach=foreach)
     apart = [make([p], foreach=foreach, **settings) for p, settings in zip(twins, own)]
@@ -339,6 +387,16 @@ def test_a_groups_own_lr_scales_lr_sgd_and_its_own_lr_sgd_is_kept() -> None:
     assert [g["base_lr"] for g in optimizer.param_groups] == pytest.approx([1e-3, 1e-4, 1e-4, 0.1])
     default = AdaBayes([{"params": [torch.zeros(1)], **group} for group in groups], lr=1e-3)
     assert [g["lr_sgd"] for g in default.param_groups] == pytest.approx([0.1, 0.01, 0.5, 10])
+
+
+def test_a_group_added_under_a_scheduled_tensor_lr_has_the_right_base() -> None:
+    """The scheduler changes the tensor in place, and that of the defaults is the same one."""
+    optimizer = AdaBayes([torch.zeros(1)], lr=torch.tensor(1e-3), lr_sgd=0.1)
+    optimizer.param_groups[0]["lr"].fill_(1e-4)
+    optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 1e-3})
+    optimizer.add_param_group({"params": [torch.zeros(1)]})
+    assert [group["lr_sgd"] for group in optimizer.param_groups] == pytest.approx([0.1] * 3)
+    assert [group["base_lr"] for group in optimizer.param_groups] == pytest.approx([1e-3] * 3)
 
 
 def test_a_group_may_state_its_beta1() -> None:

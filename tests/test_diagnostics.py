@@ -65,6 +65,30 @@ def test_effective_learning_rates_follow_the_schedule(cls: type[AdaBayes]) -> No
     assert after.total.sgd_like == before.total.sgd_like
 
 
+@PAIR
+def test_regimes_do_not_depend_on_the_schedule(cls: type[AdaBayes]) -> None:
+    """At the end of a cosine, at lr = 0, nothing moves, but the shares are what they were."""
+    w = torch.zeros(8)
+    optimizer = cls([w], LR, LR_SGD)
+    steady(optimizer, [torch.logspace(-4, 0, 8)])
+    before = regimes(optimizer)
+    assert 0 < before.total.sgd_like < 1
+    optimizer.param_groups[0]["lr"] = 0.0
+    after = regimes(optimizer)
+    assert after.total.sgd_like == before.total.sgd_like
+    assert after.total.lr_quantiles == (0.0, 0.0, 0.0)
+
+
+def test_weights_that_are_nan_are_neither(tmp_path: Path) -> None:
+    w = torch.zeros(4)
+    optimizer = AdaBayes([w], LR, LR_SGD)
+    observer = Observer(optimizer)
+    steady(optimizer, [torch.tensor([float("nan"), 1e-6, 1.0, 1.0])])
+    total = regimes(optimizer).total
+    assert (total.sgd_like, total.adam_like) == (0.25, 0.5)
+    observer.plot(tmp_path / "rates.png")
+
+
 def test_total_over_large_tensors_is_sampled_but_right() -> None:
     w = torch.zeros(1_000_003)
     optimizer = AdaBayesFP([w], LR, LR_SGD)

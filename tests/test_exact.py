@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -81,15 +83,62 @@ def test_distributed_checkpointing_does_not_spoil_the_start() -> None:
 
 
 @pytest.mark.parametrize("dynamics", ["exact", "paper"])
-@pytest.mark.parametrize("lr_sgd", [None, 0.1])
-def test_a_group_made_at_lr_zero_takes_its_base_from_the_first_lr_above(dynamics: str, lr_sgd: float | None) -> None:
+@pytest.mark.parametrize(("lr_sgd", "base_lr"), [(None, 1e-3), (0.1, 1e-3), (0.5, 5e-3)])
+def test_a_group_made_at_lr_zero_is_a_schedule_of_the_usual_rates(
+    dynamics: str, lr_sgd: float | None, base_lr: float
+) -> None:
+    """As with warm-ups that set the rate themselves: they must not make their first, tiny rate the base of all."""
     late = AdaBayes([zeros(2)], 0.0, lr_sgd, BATCH, dynamics=dynamics)
-    step(late, [1.0, 0.0])
-    late.param_groups[0]["lr"] = LR
-    prompt = AdaBayes([zeros(2)], LR, lr_sgd, BATCH, dynamics=dynamics)
-    for _ in range(3):
+    prompt = AdaBayes([zeros(2)], base_lr, lr_sgd, BATCH, dynamics=dynamics)
+    assert late.param_groups[0]["lr_sgd"] == prompt.param_groups[0]["lr_sgd"]
+    for factor in (0.001, 0.01, 1.0):
+        for optimizer in (late, prompt):
+            optimizer.param_groups[0]["lr"] = factor * base_lr
         assert torch.equal(step(late, [1.0, 1e-4]), step(prompt, [1.0, 1e-4]))
     assert all(torch.equal(a, b) for a, b in zip(all_state(late), all_state(prompt)))
+
+
+@pytest.mark.parametrize("dynamics", ["exact", "paper"])
+def test_lr_zero_moves_nothing_at_any_time(dynamics: str, foreach: bool) -> None:
+    w = torch.ones(3, dtype=torch.float64)
+    optimizer = AdaBayes([w], LR, LR_SGD, BATCH, weight_decay=0.1, dynamics=dynamics, foreach=foreach)
+    for lr in (0.0, LR, 0.0, 0.0, LR):
+        optimizer.param_groups[0]["lr"] = lr
+        before = w.clone()
+        step(optimizer, [1.0, 1e-4, 0.0])
+        assert torch.equal(w, before) == (lr == 0)
+        assert torch.equal(optimizer.effective_lr(w), zeros(3)) == (lr == 0)
+
+
+def test_state_put_back_to_zero_in_place_begins_anew(foreach: bool) -> None:
+    w = zeros(2)
+    optimizer = AdaBayes([w], LR, LR_SGD, BATCH, foreach=foreach)
+    for _ in range(10):
+        step(optimizer, [1.0, 1.0])
+    for entry in optimizer.state[w].values():
+        entry.zero_()
+    assert step(optimizer, [1e-3, 0.3]).tolist() == pytest.approx([after_start(1e-3), after_start(0.3)], rel=1e-12)
+
+
+def test_a_gradient_too_large_to_square_is_no_new_beginning(foreach: bool) -> None:
+    """In fp32, 1e20 squared is infinite and the gain 0; but the weight is not one that sleeps."""
+    w = torch.zeros(2)
+    optimizer = AdaBayes([w], LR, LR_SGD, BATCH, foreach=foreach)
+    for g in (1.0, 1e20, 1.0):
+        gain = step(optimizer, [g, 0.0])
+    assert 0 < gain[0] < 2 * BATCH * LR**2  # what the process noise of a step allows
+
+
+def test_parameters_that_are_gone_are_not_kept_alive() -> None:
+    w, v = torch.zeros(2), torch.zeros(2)
+    optimizer = AdaBayes([w, v])
+    for p in (w, v):
+        p.grad = torch.ones(2)
+    optimizer.step()
+    gain = weakref.ref(optimizer.state[v]["gain"])
+    del optimizer.param_groups[0]["params"][1], optimizer.state[v]
+    gc.collect()
+    assert gain() is None
 
 
 @pytest.mark.parametrize("k", [1e-2, 1e-3])
@@ -151,6 +200,20 @@ def test_gain_settles_at_lr_sgd_in_single_precision_however_slow_the_filter() ->
     for _ in range(1000):
         gain = step(optimizer, [0.0])
     assert gain.item() == pytest.approx(lr_sgd, rel=1e-6)
+
+
+def test_weights_that_sleep_in_a_large_tensor_start_at_their_first_gradient(foreach: bool) -> None:
+    """Whether they are remembered one by one, because they are few, or not."""
+    few, many = zeros(10, 64), zeros(10, 64)
+    optimizer = AdaBayes([few, many], LR, LR_SGD, BATCH, foreach=foreach)
+    for t in range(12):
+        few.grad, many.grad = torch.ones_like(few), torch.zeros_like(many)
+        few.grad[3, :5] = 0.5 if t == 11 else 0.0
+        many.grad[0] = 1.0
+        many.grad[3, :5] = few.grad[3, :5]
+        optimizer.step()
+    for p in (few, many):
+        assert optimizer.state[p]["gain"][3, :5].tolist() == pytest.approx([after_start(0.5)] * 5, rel=1e-12)
 
 
 def test_whether_the_look_for_sleeping_weights_is_spared_changes_nothing(foreach: bool) -> None:

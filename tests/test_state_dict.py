@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from adabayes import AdaBayes, AdaBayesFP
+from adabayes import AdaBayes, AdaBayesFP, AdaBound
 from tests.conftest import Maker, assert_same
 
 
@@ -249,6 +249,26 @@ def test_state_of_another_optimizer_is_refused_and_nothing_changes() -> None:
     after = optimizer.state_dict()
     assert before["param_groups"] == after["param_groups"]
     assert all(torch.equal(v, after["state"][i][k]) for i, s in before["state"].items() for k, v in s.items())
+
+
+def test_state_without_the_maximum_is_refused_by_amsbound() -> None:
+    net = model()
+    adam = torch.optim.Adam(net.parameters())
+    train(net, adam, range(1))
+    saved = adam.state_dict()
+    saved["param_groups"][0]["amsbound"] = True
+    with pytest.raises(ValueError, match=r"needs \['max_exp_avg_sq'\]"):
+        AdaBound(net.parameters(), amsbound=True).load_state_dict(saved)
+
+
+def test_a_group_without_lr_sgd_takes_it_in_proportion() -> None:
+    """Such as that of an AdamW, whose state is also FP's."""
+    net = model()
+    adamw = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    train(net, adamw, range(1))
+    optimizer = AdaBayesFP(net.parameters(), lr=1e-3, lr_sgd=0.2)
+    optimizer.load_state_dict(adamw.state_dict())
+    assert optimizer.param_groups[0]["lr_sgd"] == pytest.approx(0.02)
 
 
 def test_state_takes_eight_bytes_a_weight() -> None:

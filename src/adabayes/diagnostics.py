@@ -42,7 +42,7 @@ class Regime:
     """Of one tensor, or of all: how many weights are on either side of the crossover, and what they get."""
 
     name: str
-    weights: int
+    weights: int  # of a sharded tensor, those that are here
     sgd_like: float  # share with gradients below lr / lr_sgd, where the gain nears lr_sgd
     adam_like: float  # share with gradients above, where it nears lr / rms(gradient)
     lr_quantiles: tuple[float, ...]  # of the effective learning rate, at QUANTILES
@@ -112,20 +112,23 @@ def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) ->
     rows: list[Regime] = []
     samples: list[tuple[Tensor, float]] = []  # effective learning rates, and how many weights each stands for
     for name, p, group in _named(two_rates, model):
-        lrs = two_rates.effective_lr(p).flatten()
-        if lrs.numel() == 0:
+        gain = _local(two_rates._relative_gain(group, two_rates.state[p])).flatten()
+        count = gain.numel()
+        if count == 0:
             continue
+        sgd_like = torch.count_nonzero(gain * _GOLDEN >= 1).item() / count
+        adam_like = torch.count_nonzero(gain * _GOLDEN < 1).item() / count
         lr_sgd = group["lr_sgd"] * two_rates._schedule(group)
-        sgd_like = torch.count_nonzero(lrs * _GOLDEN >= lr_sgd).item() / lrs.numel()
-        sample = lrs[:: -(-lrs.numel() // _SAMPLE)].double()
-        samples.append((sample, lrs.numel() / sample.numel()))
-        rows.append(Regime(name, lrs.numel(), sgd_like, 1 - sgd_like, _quantiles([samples[-1]]), lr_sgd))
+        sample = gain[:: -(-count // _SAMPLE)].double() * lr_sgd
+        samples.append((sample, count / sample.numel()))
+        rows.append(Regime(name, count, sgd_like, adam_like, _quantiles([samples[-1]]), lr_sgd))
     if not rows:
-        raise RuntimeError("no parameter has state yet: take a step with gradients, at a learning rate above 0, first")
+        raise RuntimeError("no parameter has state yet: take a step with gradients first")
     weights = sum(row.weights for row in rows)
     sgd_like = sum(row.sgd_like * row.weights for row in rows) / weights
+    adam_like = sum(row.adam_like * row.weights for row in rows) / weights
     highest = max(row.lr_sgd for row in rows)
-    return Regimes(tuple(rows), Regime("total", weights, sgd_like, 1 - sgd_like, _quantiles(samples), highest))
+    return Regimes(tuple(rows), Regime("total", weights, sgd_like, adam_like, _quantiles(samples), highest))
 
 
 @dataclass(frozen=True)
@@ -199,9 +202,11 @@ class Observer:
         for group in self._optimizer.param_groups:
             to_mean = 1 / group["batch_size"] if group["reduction"] == "sum" else 1.0
             for p in group["params"]:
-                if p.grad is None or p.numel() == 0:
+                if p.grad is None:
                     continue
-                (grad,) = real_views(p.grad)
+                (grad,) = real_views(_local(p.grad))
+                if grad.numel() == 0:
+                    continue
                 if p not in self._tracked:
                     beta2 = _memory(group) if self._beta2 is None else self._beta2
                     self._tracked[p] = _Tracked.choose(grad, self._per_tensor, beta2, self._generator)
@@ -216,8 +221,9 @@ class Observer:
                 schedule = self._optimizer._schedule(group)
                 lr = group["base_lr"] * schedule
                 adam_lr = lr / tracked.mean_square().sqrt()
-                effective_lr = tracked.take(self._optimizer.effective_lr(p)).double()
-                found.append(Points(name, adam_lr, effective_lr, lr, group["lr_sgd"] * schedule))
+                lr_sgd = group["lr_sgd"] * schedule
+                gain = tracked.take(_local(self._optimizer._relative_gain(group, self._optimizer.state[p])))
+                found.append(Points(name, adam_lr, gain.double() * lr_sgd, lr, lr_sgd))
         return found
 
     def plot(self, path: str | PathLike[str] | None = None, ax: Axes | None = None) -> Axes:
@@ -235,7 +241,8 @@ class Observer:
             ax.plot(p.adam_lr, p.effective_lr, ".", color="0.25", alpha=0.35, markersize=4, markeredgewidth=0, zorder=3)
         rates = {(p.lr, p.lr_sgd) for p in points}
         # Weights with almost no gradient are far out on the right, and all the same: three decades show them well.
-        left = min(min(p.adam_lr.min().item(), p.lr_sgd / 30) for p in points) / 2
+        slowest = min((lr for p in points for lr in p.adam_lr.tolist() if lr > 0), default=math.inf)
+        left = min(slowest, *(p.lr_sgd / 30 for p in points)) / 2
         right = 1000 * max(p.lr_sgd for p in points)
         x = torch.logspace(math.log10(left), math.log10(right), 300, dtype=torch.float64)
         for i, (lr, lr_sgd) in enumerate(sorted(rates)):
@@ -298,8 +305,6 @@ def _memory(group: dict[str, Any]) -> float:
     """Per step, how much of the past the optimizer remembers of squared gradients."""
     if "dynamics" not in group:
         return float(group["betas"][1])
-    if not group["base_lr"]:
-        return 0.999
     return math.exp(-2 * drift(group["base_lr"], group["lr_sgd"], group["batch_size"]))
 
 
@@ -318,8 +323,13 @@ def _named(optimizer: TwoRateOptimizer, model: nn.Module | None) -> Iterator[tup
     for i, group in enumerate(optimizer.param_groups):
         given: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
         for j, (p, name) in enumerate(zip(group["params"], given)):
-            if p in optimizer.state and group["base_lr"]:
+            if p in optimizer.state:
                 yield of_model.get(p) or name or f"group {i}, parameter {j}", p, group
+
+
+def _local(t: Tensor) -> Tensor:
+    """Of a tensor that is sharded over processes, the part that is here."""
+    return t.to_local() if hasattr(t, "to_local") else t
 
 
 def _quantiles(samples: list[tuple[Tensor, float]]) -> tuple[float, ...]:

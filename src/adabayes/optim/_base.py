@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import attrgetter
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT, _foreach_supported_types, _use_grad_for_differentiable
+from torch.optim.optimizer import (
+    Optimizer,
+    ParamsT,
+    _foreach_supported_types,
+    _get_capturable_supported_devices,
+    _use_grad_for_differentiable,
+)
 
 Group = dict[str, Any]
 Scalar = float | Tensor
 
-_DTYPE = attrgetter("dtype")
-_DEVICE = attrgetter("device")
+USUAL_LR = 1e-3
 
 # Named differently before torch 2.10; the old name warns on later versions.
 if hasattr(Optimizer, "_accelerator_graph_capture_health_check"):
@@ -29,22 +34,18 @@ class BaseOptimizer(Optimizer):
     """State, groups and checkpoints as torch's own optimizers have them, with two differences.
 
     Each group keeps the learning rate it was made with as ``base_lr``, so that a schedule is known as the ratio
-    ``lr / base_lr``. A group made with ``lr=0`` takes the first learning rate above zero that it steps with.
+    ``lr / base_lr``.
 
     State of bf16 and fp16 parameters is fp32, and stays so through ``load_state_dict``.
     """
 
     _buffers: ClassVar[tuple[str, ...]]  # the state of a parameter beside ``step``
+    _betas: ClassVar[int] = 2
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        if defaults["differentiable"] and (defaults["foreach"] or defaults.get("fused")):
-            form = "foreach" if defaults["foreach"] else "fused"
-            raise RuntimeError(
-                f"`{form}=True` does not support `differentiable=True`: autograd cannot follow its in-place "
-                f"arithmetic. Leave `{form}` out, and the single-tensor form is taken."
-            )
-        if defaults["foreach"] and defaults.get("fused"):
-            raise RuntimeError("`fused` and `foreach` cannot be `True` together. Choose one, or leave both out.")
+        # A scheduler changes a tensor lr in place, that of the defaults included: so note its value now.
+        self._check_group(defaults)
+        defaults["base_lr"] = self._base_lr(defaults)
         super().__init__(params, defaults)
 
     # Groups
@@ -58,7 +59,12 @@ class BaseOptimizer(Optimizer):
         """Check a new group's hyperparameters and work out those that follow from others."""
         given = {**self.defaults, **group}
         self._check_group(given)
-        group.setdefault("base_lr", as_float(given["lr"]))
+        if "base_lr" not in group and "lr" in group:
+            group["base_lr"] = self._base_lr(given)
+
+    def _base_lr(self, group: Group) -> float:
+        """The learning rate without a schedule; where it starts at 0, Adam's usual one."""
+        return as_float(group["lr"]) or USUAL_LR
 
     def _check_group(self, group: Group) -> None:
         lr = group["lr"]
@@ -69,14 +75,15 @@ class BaseOptimizer(Optimizer):
             )
         check_range("learning rate", lr)
         check_range("weight_decay value", group["weight_decay"])
+        if len(group["betas"]) != self._betas:
+            raise ValueError(f"Invalid betas: {group['betas']}. There must be {self._betas}.")
         for i, beta in enumerate(group["betas"]):
             check_range(f"beta parameter at index {i}", beta, below=1.0)
-
-    def _has_base_lr(self, group: Group) -> bool:
-        """Whether the group has ever had a learning rate above zero; without one, there is nothing to do."""
-        if not group["base_lr"]:
-            group["base_lr"] = as_float(group["lr"])
-        return bool(group["base_lr"])
+        if group["differentiable"] and group["foreach"]:
+            raise RuntimeError(
+                "`foreach=True` does not support `differentiable=True`: autograd cannot follow its in-place "
+                "arithmetic. Leave `foreach` out, and the single-tensor form is taken."
+            )
 
     # State
 
@@ -114,7 +121,7 @@ class BaseOptimizer(Optimizer):
 
     def _init_state(self, p: Tensor, state: dict[str, Any], group: Group) -> None:
         # A step on the CPU costs no kernel launch and no synchronisation; graphs can only capture one on the device.
-        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if group["capturable"] else "cpu")
+        state["step"] = torch.tensor(0.0, dtype=torch.float32, device=p.device if group["capturable"] else "cpu")
         for name in self._buffers_of(group):
             state[name] = torch.zeros_like(p, dtype=state_dtype(p), memory_format=torch.preserve_format)
 
@@ -122,7 +129,7 @@ class BaseOptimizer(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             if "base_lr" not in group:
-                group["base_lr"] = as_float(group.get("initial_lr", group["lr"]))
+                group["base_lr"] = self._base_lr({"lr": group.get("initial_lr", group["lr"])})
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
             for p in group["params"]:
@@ -163,14 +170,17 @@ class BaseOptimizer(Optimizer):
                 hook.remove()
 
     def _check_loadable(self, state_dict: dict[str, Any]) -> None:
-        for i, state in state_dict["state"].items():
-            missing = [name for name in ("step", *self._buffers) if isinstance(state, dict) and name not in state]
-            if missing:
-                raise ValueError(
-                    f"the state of parameter {i} has {sorted(state)}, but {type(self).__name__} needs {missing} "
-                    "as well: this state dict was saved by another optimizer. Start without it, or load it into "
-                    "an optimizer of the class that saved it. Nothing was changed."
-                )
+        for group in state_dict["param_groups"]:
+            needed = ("step", *self._buffers_of({**self.defaults, **group}))
+            for i in group["params"]:
+                state = state_dict["state"].get(i)
+                missing = [name for name in needed if state and name not in state]
+                if missing:
+                    raise ValueError(
+                        f"the state of parameter {i} has {sorted(state)}, but {type(self).__name__} needs {missing} "
+                        "as well: this state dict was saved by another optimizer. Start without it, or load it into "
+                        "an optimizer of the class that saved it. Nothing was changed."
+                    )
 
     # Steps
 
@@ -199,10 +209,9 @@ class BaseOptimizer(Optimizer):
 
 def check_range(name: str, value: Any, least: float = 0.0, below: float = float("inf"), hint: str = "") -> None:
     """Raise unless ``least <= value < below``, saying what the value is and what is permitted."""
-    try:
-        number = as_float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"Invalid {name}: {value!r} is not a number.{hint}") from None
+    if not isinstance(value, (Real, Tensor)):
+        raise TypeError(f"Invalid {name}: {value!r} is not a number but a {type(value).__name__}.{hint}")
+    number = as_float(value)
     if not least <= number < below:
         upper = "finite" if below == float("inf") else f"below {below:g}"
         raise ValueError(f"Invalid {name}: {number:g}. It must be at least {least:g} and {upper}.{hint}")
@@ -213,21 +222,26 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"Invalid {name}: {value!r}. It must be one of {', '.join(map(repr, choices))}.")
 
 
-def check_capturable(params: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
-    """What torch demands of ``capturable=True`` outside torch.compile."""
-    supported = ("cuda", "xpu", "hpu", "xla", torch._C._get_privateuse1_backend_name())
-    for p, step in zip(params, steps):
-        if p.device.type != step.device.type or p.device.type not in supported:
-            raise AssertionError(
-                f"If capturable=True, params and state_steps must be on supported devices: {', '.join(supported)}; "
-                f"got {p.device.type} and {step.device.type}. Leave capturable out on other devices."
-            )
+def check_call(params: Sequence[Tensor], steps: Sequence[Tensor], capturable: bool) -> None:
+    """What torch demands of a call of the functional form, outside torch.compile."""
+    if torch.compiler.is_compiling():
+        return
+    if not all(isinstance(step, Tensor) for step in steps):
+        raise RuntimeError("`state_steps` must be a list of singleton tensors, like those of an optimizer's state")
+    if capturable:
+        supported = _get_capturable_supported_devices()
+        for p, step in zip(params, steps):
+            if p.device.type != step.device.type or p.device.type not in supported:
+                raise AssertionError(
+                    f"If capturable=True, params and state_steps must be on supported devices: {supported}; "
+                    f"got {p.device.type} and {step.device.type}. Leave capturable out on other devices."
+                )
 
 
 # Pieces of an update
 
 
-def as_float(value: Scalar) -> float:
+def as_float(value: Any) -> float:
     return value.item() if isinstance(value, Tensor) else float(value)
 
 
@@ -254,25 +268,31 @@ def in_precision_of(state: Tensor, params: list[Tensor], grads: list[Tensor]) ->
     )
 
 
+def kept(value: Tensor, factor: Scalar) -> Tensor:
+    """The value, or a copy that autograd may keep to differentiate by a factor that is a tensor."""
+    return value.clone() if isinstance(factor, Tensor) and factor.requires_grad else value
+
+
 def prefers_foreach(params: Sequence[Tensor], differentiable: bool) -> bool:
     return not differentiable and all(type(p) in _foreach_supported_types for p in params)
 
 
 def uniform_runs(
     params: list[Tensor], states: list[Tensor], grads: list[Tensor], *others: Sequence[Any]
-) -> Iterator[list[Any]]:
+) -> list[list[Any]]:
     """Split parallel lists into runs that foreach can take at once: of one device, and of one dtype in each list."""
     lists = (params, states, grads, *others)
-    kinds = [set(map(_DTYPE, tensors)) for tensors in lists[:3]] + [set(map(_DEVICE, params))]
-    if all(len(kind) == 1 for kind in kinds):
-        yield list(lists)
-        return
+    if not params:
+        return []
+    dtypes = [{t.dtype for t in tensors} for tensors in (params, states, grads)]
+    if all(len(kinds) == 1 for kinds in dtypes) and len({p.device for p in params}) == 1:
+        return [list(lists)]
     runs: dict[Any, list[list[Any]]] = defaultdict(lambda: [[] for _ in lists])
     for row in zip(*lists):
         run = runs[row[0].device, row[0].dtype, row[1].dtype, row[2].dtype]
         for column, item in zip(run, row):
             column.append(item)
-    yield from runs.values()
+    return list(runs.values())
 
 
 def real_views(*tensors: Tensor) -> list[Tensor]:
@@ -283,7 +303,7 @@ def real_views(*tensors: Tensor) -> list[Tensor]:
 def count_step_(steps: list[Tensor]) -> None:
     if not torch.compiler.is_compiling() and steps[0].is_cpu:
         # One wrapped number for all, instead of one each (as in torch.optim).
-        torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)
+        torch._foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
     else:
         torch._foreach_add_(steps, 1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -13,11 +15,12 @@ from adabayes.optim._base import (
     Group,
     Scalar,
     as_scalar,
-    check_capturable,
+    check_call,
     check_choice,
     check_range,
     count_step_,
     in_precision_of,
+    kept,
     per_step,
     prefers_foreach,
     real_views,
@@ -27,6 +30,8 @@ from adabayes.optim._base import (
 from adabayes.optim._rates import TwoRateOptimizer
 
 __all__ = ["AdaBayes", "adabayes"]
+
+Asleep = bool | tuple[Tensor, ...]  # where in a tensor weights may sleep: nowhere, anywhere, or at these indices
 
 
 class AdaBayes(TwoRateOptimizer):
@@ -45,13 +50,14 @@ class AdaBayes(TwoRateOptimizer):
     :math:`q = B\,\text{lr}^2` (``dynamics="paper"``).
 
     The gain settles at a soft minimum of the two learning rates: ``lr_sgd`` for weights with gradients far below
-    ``lr / lr_sgd``, ``lr / rms(gradient)`` for those far above. So no weight moves faster than SGD at ``lr_sgd``,
-    or AdamW at ``lr``, would move it.
+    ``lr / lr_sgd``, ``lr / rms(gradient)`` for those far above. So, once settled, no weight moves faster than SGD at
+    ``lr_sgd``, or AdamW at ``lr``, would move it.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
         lr: Adam's learning rate, and *the* learning rate: what scales it, a scheduler or a group with its own,
-            scales ``lr_sgd`` too.
+            scales ``lr_sgd`` too. Made with 0, to be set later, it is taken as a schedule of ``lr_sgd / 100`` or, if
+            that is not given, of 1e-3.
         lr_sgd: learning rate for weights with small gradients, in units of the averaged gradient. Coming from
             ``torch.optim.SGD(lr, momentum)``, which sums instead, give ``lr / (1 - momentum)``. None: 100 ``lr``,
             the paper's ratio.
@@ -68,7 +74,8 @@ class AdaBayes(TwoRateOptimizer):
         maximize: ascend instead of descending.
         foreach: the form that works on all tensors at once. None: whenever it can.
         capturable: keep the step count on the device, for CUDA graphs.
-        differentiable: let autograd follow the step.
+        differentiable: let autograd follow the step. With respect to a tensor ``lr``, it follows the schedule's
+            part in the step, at a base learning rate that is a constant.
 
     Examples:
         >>> import torch
@@ -86,6 +93,7 @@ class AdaBayes(TwoRateOptimizer):
 
     # A gain of 0 marks a weight that has had no gradient yet: its filter has not begun.
     _buffers = ("exp_avg", "gain")
+    _betas = 1
 
     def __init__(
         self,
@@ -103,7 +111,7 @@ class AdaBayes(TwoRateOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
-        self._forget_which_are_awake()
+        self._sleepers = _Sleepers()
         defaults = {
             "lr": lr,
             "lr_sgd": lr_sgd,
@@ -129,33 +137,25 @@ class AdaBayes(TwoRateOptimizer):
         check_range("batch_size", group["batch_size"], least=1.0)
         check_choice("dynamics", group["dynamics"], ("exact", "paper"))
 
-    def _init_state(self, p: Tensor, state: dict[str, Any], group: Group) -> None:
-        super()._init_state(p, state, group)
-        self._awake.discard(p)
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget_which_are_awake()
+        self._sleepers = _Sleepers()
 
     def _step_group(self, group: Group) -> None:
-        if not torch.compiler.is_compiling() and group is self.param_groups[0]:
-            self._steps_seen += 1
         params: list[Tensor] = []
         grads: list[Tensor] = []
         steps: list[Tensor] = []
         exp_avgs: list[Tensor] = []
         gains: list[Tensor] = []
         has_complex = self._init_group(group, params, grads, steps, exp_avgs, gains)
-        if not params or not self._has_base_lr(group):
-            return
-        asleep = self._asleep(group, params)
+        # A graph that is captured cannot decide anew at each step who may be asleep.
+        eager = not (torch.compiler.is_compiling() or group["capturable"])
         adabayes(
             params,
             grads,
             exp_avgs,
             gains,
             steps,
-            asleep=asleep,
             foreach=group["foreach"],
             capturable=group["capturable"],
             differentiable=group["differentiable"],
@@ -169,38 +169,16 @@ class AdaBayes(TwoRateOptimizer):
             dynamics=group["dynamics"],
             reduction=group["reduction"],
             maximize=group["maximize"],
+            asleep=self._sleepers.among(gains, steps) if eager else None,
         )
-        if asleep is not None:
-            self._look_who_is_awake(params, gains, asleep)
+        if eager:
+            self._sleepers.look(gains, steps)
 
-    # Looking for weights whose filter has not begun costs as much as half a step, so tensors in which all have are
-    # remembered and spared it. That changes no result. Finding out which waits for the device, so it happens ever
-    # more rarely: after steps 1, 2, 4, 8, ...
-
-    def _forget_which_are_awake(self) -> None:
-        self._awake: set[Tensor] = set()
-        self._steps_seen = 0
-
-    def _asleep(self, group: Group, params: list[Tensor]) -> list[bool] | None:
-        if torch.compiler.is_compiling() or group["capturable"]:
-            return None  # any may be: a captured graph cannot decide anew
-        return [p not in self._awake for p in params]
-
-    def _look_who_is_awake(self, params: list[Tensor], gains: list[Tensor], asleep: list[bool]) -> None:
-        if self._steps_seen & (self._steps_seen - 1):
-            return
-        for p, gain, may_sleep in zip(params, gains, asleep):
-            if may_sleep and all(bool(part.all()) for part in real_views(gain)):
-                self._awake.add(p)
-
-    @torch.no_grad()
-    def effective_lr(self, param: Tensor) -> Tensor:
-        """The learning rate that each weight of ``param`` has now; ``lr_sgd`` where none has had a gradient yet."""
-        group, state = self._group_and_state(param)
-        schedule = self._schedule(group)
-        lr_sgd = group["lr_sgd"] * schedule
+    def _relative_gain(self, group: Group, state: dict[str, Any]) -> Tensor:
         (gain,) = real_views(state["gain"])
-        return torch.where(gain == 0, lr_sgd, gain * (schedule if group["dynamics"] == "exact" else schedule > 0))
+        schedule = self._schedule(group)
+        most = group["lr_sgd"] * (schedule if group["dynamics"] == "paper" and schedule else 1.0)
+        return torch.where(gain == 0, 1.0, gain / most)
 
 
 @_disable_dynamo_if_unsupported()
@@ -210,7 +188,6 @@ def adabayes(
     exp_avgs: list[Tensor],
     gains: list[Tensor],
     state_steps: list[Tensor],
-    asleep: list[bool] | None = None,
     foreach: bool | None = None,
     capturable: bool = False,
     differentiable: bool = False,
@@ -225,19 +202,19 @@ def adabayes(
     dynamics: str,
     reduction: str,
     maximize: bool,
+    asleep: list[Asleep] | None = None,
 ) -> None:
     r"""Functional API that performs a step of AdaBayes. See :class:`AdaBayes`.
 
     ``lr`` is the learning rate now, ``base_lr`` and ``lr_sgd`` those without the schedule. A gain of 0 stands for a
-    weight that has had no gradient yet. ``asleep`` may say which tensors can hold such weights (None: any), to
-    spare the others the look.
+    weight that has had no gradient yet: start with zeros. ``asleep`` may say where such weights can be, to spare the
+    search for them: for each tensor False (nowhere), True (anywhere) or their indices.
     """
-    if not params:
-        return
+    check_choice("dynamics", dynamics, ("exact", "paper"))
+    check_choice("reduction", reduction, ("mean", "sum"))
+    check_call(params, state_steps, capturable)
     if foreach is None:
         foreach = prefers_foreach(params, differentiable)
-    if capturable and not torch.compiler.is_compiling():
-        check_capturable(params, state_steps)
     if asleep is None:
         asleep = [True] * len(params)
 
@@ -250,8 +227,10 @@ def adabayes(
         flow = ornstein_uhlenbeck(k, lr_sgd)
         scale = schedule
     else:
+        if not isinstance(lr, Tensor) and lr == 0:
+            return  # where the paper divides by zero
         flow = euler(k * schedule, lr_sgd * schedule)
-        scale = (lr != 0) * 1.0  # the paper's filter does not stop at lr = 0, but the weights shall
+        scale = (lr != 0) * 1.0  # its filter does not stop there, but the weights shall
     coefficients = _Coefficients(
         exact=dynamics == "exact",
         flow=flow,
@@ -290,12 +269,12 @@ def _single_tensor_adabayes(
     exp_avgs: list[Tensor],
     gains: list[Tensor],
     state_steps: list[Tensor],
-    asleep: list[bool],
+    asleep: list[Asleep],
     c: _Coefficients,
     capturable: bool,
     has_complex: bool,
 ) -> None:
-    """One tensor after the other, and nothing overwritten before it is done with: autograd can follow."""
+    """One tensor after the other. Nothing that autograd may want is overwritten."""
     for param, grad, exp_avg, gain, step_t, may_sleep in zip(params, grads, exp_avgs, gains, state_steps, asleep):
         step_t += 1
         if has_complex:
@@ -304,18 +283,18 @@ def _single_tensor_adabayes(
         step_size = c.step_size(step_value(step_t, capturable))
 
         mean = exp_avg.lerp(grad, 1 - c.beta1)
-        begun, still_asleep = _begin(gain, grad, c) if may_sleep else (gain, None)
+        begun, still_asleep = _begin(gain, grad, exp_avg, c) if may_sleep else (gain, None)
         if c.exact:
             # predict(begun, flow) in a form that keeps small changes: in fp32, the decay may round to 1.
             prior = begun.lerp(_filled(c.stationary, gain), c.flow.noise / c.stationary)
         else:
-            prior = predict(begun, c.flow)
+            prior = predict(kept(begun, c.flow.decay), c.flow)
         precision = prior.reciprocal().addcmul(grad, grad, value=c.information)
         posterior = precision.reciprocal()
         if still_asleep is not None:
             posterior = posterior.masked_fill(still_asleep, 0)
 
-        moved = value if c.shrink is None else value * c.shrink
+        moved = value if c.shrink is None else kept(value, c.shrink) * c.shrink
         if isinstance(step_size, Tensor):
             moved = torch.addcdiv(moved, mean * step_size, precision)
         else:
@@ -331,12 +310,12 @@ def _multi_tensor_adabayes(
     exp_avgs: list[Tensor],
     gains: list[Tensor],
     state_steps: list[Tensor],
-    asleep: list[bool],
+    asleep: list[Asleep],
     c: _Coefficients,
     capturable: bool,
     has_complex: bool,
 ) -> None:
-    """All tensors at once, in seven calls that need no memory beside the state."""
+    """All tensors at once, in seven calls that need no memory beside the state (while no weight sleeps)."""
     for run in uniform_runs(params, gains, grads, exp_avgs, state_steps, asleep):
         targets, s, g, m, steps, may_sleep = run
         count_step_(steps)
@@ -345,13 +324,17 @@ def _multi_tensor_adabayes(
         p, g = in_precision_of(s[0], targets, g)
         step_sizes = per_step(c.step_size, steps, capturable)
 
-        still_asleep = [(gain, _begin_(gain, grad, c)) for gain, grad, flag in zip(s, g, may_sleep) if flag]
+        still_asleep = [
+            (gain, _begin_(gain, grad, exp_avg, where, c))
+            for gain, grad, exp_avg, where in zip(s, g, m, may_sleep)
+            if where is not False
+        ]
         torch._foreach_lerp_(m, g, 1 - c.beta1)
         if c.exact:
             torch._foreach_lerp_(s, [_filled(c.stationary, s[0])] * len(s), c.flow.noise / c.stationary)
         else:
             torch._foreach_mul_(s, c.flow.decay)
-            torch._foreach_add_(s, c.flow.noise)
+            torch._foreach_add_(s, [c.flow.noise] * len(s))
         torch._foreach_reciprocal_(s)
         torch._foreach_addcmul_(s, g, g, c.information)
         if c.shrink is not None:
@@ -363,35 +346,76 @@ def _multi_tensor_adabayes(
         torch._foreach_reciprocal_(s)
 
         for gain, where in still_asleep:
-            if where is not None:
+            if isinstance(where, Tensor):
+                gain.masked_fill_(where, 0)
+            elif where is not None:
                 gain[where] = 0
         if p is not targets:
             torch._foreach_copy_(targets, p)
 
 
-def _begin(gain: Tensor, grad: Tensor, c: _Coefficients) -> tuple[Tensor, Tensor | None]:
+def _begin(gain: Tensor, grad: Tensor, exp_avg: Tensor, c: _Coefficients) -> tuple[Tensor, Tensor | None]:
     """The gain with the filters of sleeping weights begun, and which of them this gradient leaves asleep.
 
     Exact: at the fixed point of the first gradient that is not zero. Paper: all at once, at lr_sgd.
     """
-    sleeping = gain == 0
+    sleeping = (gain == 0) & (exp_avg == 0)  # a gain alone may also be so small that it was rounded to 0
     if not c.exact:
         return torch.where(sleeping, c.stationary, gain), None
     start = fixed_point((c.to_mean * grad) ** 2, c.eta, c.stationary)
     return torch.where(sleeping, start, gain), sleeping & (grad == 0)
 
 
-def _begin_(gain: Tensor, grad: Tensor, c: _Coefficients) -> Tensor | tuple[Tensor, ...] | None:
-    """The same in place; where there are few, and finding them costs no wait for a device, of those few alone."""
-    if torch.compiler.is_compiling() or not gain.is_cpu or gain.dim() == 0:
-        begun, mask = _begin(gain, grad, c)
+def _begin_(gain: Tensor, grad: Tensor, exp_avg: Tensor, where: Asleep, c: _Coefficients) -> Any:
+    """The same in place; of the given few alone, and then as indices, if they are given."""
+    if where is True:
+        begun, mask = _begin(gain, grad, exp_avg, c)
         gain.copy_(begun)
         return mask
-    where = torch.nonzero(gain == 0, as_tuple=True)
-    if not len(where[0]):
-        return None
-    gain[where], mask = _begin(gain[where], grad[where], c)
-    return None if mask is None else tuple(index[mask] for index in where)
+    few, mask = _begin(gain[where], grad[where], exp_avg[where], c)
+    gain[where] = few
+    return None if mask is None else tuple(index[mask] for index in cast(tuple[Tensor, ...], where))
+
+
+class _Sleepers:
+    """Remembers which weights may have had no gradient yet, because to look at all of them costs as much as a step.
+
+    That changes no result. They only become fewer, so it looks again ever more rarely: after steps 1, 2, 4, 8, ... of a
+    tensor. Most tensors have none left after the first.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Tensor], Asleep]] = {}  # by identity of the gain
+
+    def among(self, gains: list[Tensor], steps: list[Tensor]) -> list[Asleep]:
+        # State that was put back to zero, in place, begins anew.
+        return [self._known(gain) if step.item() > 0 else True for gain, step in zip(gains, steps)]
+
+    def _known(self, gain: Tensor) -> Asleep:
+        found = self._found.get(id(gain))
+        return found[1] if found and found[0]() is gain else True
+
+    def look(self, gains: list[Tensor], steps: list[Tensor]) -> None:
+        for gain, step_t in zip(gains, steps):
+            if self._known(gain) is False or type(gain) is not Tensor or gain.is_meta:
+                continue
+            step = int(step_t)
+            if step & (step - 1) == 0:
+                gone = partial(self._forget, id(gain))
+                self._found[id(gain)] = (weakref.ref(gain, gone), _zeros(*real_views(gain)))
+
+    def _forget(self, key: int, _: weakref.ref[Tensor]) -> None:
+        self._found.pop(key, None)
+
+
+def _zeros(gain: Tensor) -> Asleep:
+    """Where the gain is zero, if that is worth knowing."""
+    count = gain.numel() - int(gain.count_nonzero())
+    if count == 0:
+        return False
+    if gain.dim() == 0 or count > gain.numel() // 16:
+        return True
+    return torch.nonzero(gain == 0, as_tuple=True)
 
 
 def _filled(value: Scalar, like: Tensor) -> Tensor:

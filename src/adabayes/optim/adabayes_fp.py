@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ from adabayes.optim._base import (
     Group,
     Scalar,
     as_scalar,
-    check_capturable,
+    check_call,
     check_range,
     count_step_,
     in_precision_of,
+    kept,
     per_step,
     prefers_foreach,
     real_views,
@@ -46,7 +47,8 @@ class AdaBayesFP(TwoRateOptimizer):
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
         lr: Adam's learning rate, and *the* learning rate: what scales it, a scheduler or a group with its own,
-            scales ``lr_sgd`` too.
+            scales ``lr_sgd`` too. Made with 0, to be set later, it is taken as a schedule of ``lr_sgd / 100`` or, if
+            that is not given, of 1e-3.
         lr_sgd: learning rate for weights with small gradients, in units of the averaged gradient. Coming from
             ``torch.optim.SGD(lr, momentum)``, which sums instead, give ``lr / (1 - momentum)``. None: 100 ``lr``,
             the paper's ratio.
@@ -121,8 +123,6 @@ class AdaBayesFP(TwoRateOptimizer):
         exp_avgs: list[Tensor] = []
         exp_avg_sqs: list[Tensor] = []
         has_complex = self._init_group(group, params, grads, steps, exp_avgs, exp_avg_sqs)
-        if not params or not self._has_base_lr(group):
-            return
         adabayes_fp(
             params,
             grads,
@@ -147,16 +147,12 @@ class AdaBayesFP(TwoRateOptimizer):
         eps: float = group["base_lr"] / group["lr_sgd"]
         return eps * group["batch_size"] if group["reduction"] == "sum" else eps
 
-    @torch.no_grad()
-    def effective_lr(self, param: Tensor) -> Tensor:
-        """The learning rate that each weight of ``param`` has now."""
-        group, state = self._group_and_state(param)
+    def _relative_gain(self, group: Group, state: dict[str, Any]) -> Tensor:
         (exp_avg_sq,) = real_views(state["exp_avg_sq"])
         mean_square = exp_avg_sq / (1 - group["betas"][1] ** state["step"].item())
-        if group["reduction"] == "sum":
-            mean_square = mean_square / group["batch_size"] ** 2
-        gain: Tensor = fixed_point(mean_square, group["base_lr"], group["lr_sgd"])
-        return gain * self._schedule(group)
+        # With the gradient in units of the crossover, both learning rates are 1.
+        gain: Tensor = fixed_point(mean_square / self._eps(group) ** 2, 1.0, 1.0)
+        return gain
 
 
 @_disable_dynamo_if_unsupported()
@@ -182,12 +178,9 @@ def adabayes_fp(
 
     ``eps`` is ``lr / lr_sgd``, times the batch size if the gradients are those of a summed loss.
     """
-    if not params:
-        return
+    check_call(params, state_steps, capturable)
     if foreach is None:
         foreach = prefers_foreach(params, differentiable)
-    if capturable and not torch.compiler.is_compiling():
-        check_capturable(params, state_steps)
     lr = as_scalar(lr, keep_tensor=capturable or differentiable)
     coefficients = _Coefficients(
         lr=-lr if maximize else lr,
@@ -231,7 +224,7 @@ def _single_tensor_adabayes_fp(
     capturable: bool,
     has_complex: bool,
 ) -> None:
-    """One tensor after the other, and nothing overwritten before it is done with: autograd can follow."""
+    """One tensor after the other. Nothing that autograd may want is overwritten."""
     for param, grad, exp_avg, exp_avg_sq, step_t in zip(params, grads, exp_avgs, exp_avg_sqs, state_steps):
         step_t += 1
         if has_complex:
@@ -243,7 +236,7 @@ def _single_tensor_adabayes_fp(
         mean_square = (exp_avg_sq * c.beta2).addcmul(grad, grad, value=1 - c.beta2)
         denominator = (mean_square + inside).sqrt() + outside
 
-        moved = value if c.shrink is None else value * c.shrink
+        moved = value if c.shrink is None else kept(value, c.shrink) * c.shrink
         if isinstance(step_size, Tensor):
             moved = torch.addcdiv(moved, mean * step_size, denominator)
         else:

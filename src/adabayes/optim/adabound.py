@@ -13,7 +13,7 @@ from adabayes.optim._base import (
     Group,
     Scalar,
     as_scalar,
-    check_capturable,
+    check_call,
     check_range,
     count_step_,
     in_precision_of,
@@ -117,8 +117,6 @@ class AdaBound(BaseOptimizer):
         exp_avg_sqs: list[Tensor] = []
         max_exp_avg_sqs: list[Tensor] = []
         has_complex = self._init_group(group, params, grads, steps, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-        if not params or not self._has_base_lr(group):
-            return
         adabound(
             params,
             grads,
@@ -171,12 +169,9 @@ def adabound(
 
     ``lr`` is the learning rate now, ``base_lr`` that without the schedule, ``final_lr`` goes with ``base_lr``.
     """
-    if not params:
-        return
+    check_call(params, state_steps, capturable)
     if foreach is None:
         foreach = prefers_foreach(params, differentiable)
-    if capturable and not torch.compiler.is_compiling():
-        check_capturable(params, state_steps)
     lr = as_scalar(lr, keep_tensor=capturable or differentiable)
     coefficients = _Coefficients(
         lr=lr,
@@ -226,7 +221,7 @@ def _single_tensor_adabound(
     capturable: bool,
     has_complex: bool,
 ) -> None:
-    """One tensor after the other, and nothing overwritten before it is done with: autograd can follow."""
+    """One tensor after the other. Nothing that autograd may want is overwritten."""
     rows = zip(params, grads, exp_avgs, exp_avg_sqs, maxima, state_steps)
     for param, grad, exp_avg, exp_avg_sq, maximum, step_t in rows:
         step_t += 1
