@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import chain
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -39,7 +38,7 @@ class BaseOptimizer(Optimizer):
     State of bf16 and fp16 parameters is fp32, and stays so through ``load_state_dict``.
     """
 
-    _buffers: ClassVar[tuple[str, ...]]  # the state of a parameter beside ``step``
+    _buffers: ClassVar[Any]  # the state of a parameter beside ``step``
     _betas: ClassVar[int] = 2
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
@@ -88,7 +87,7 @@ class BaseOptimizer(Optimizer):
     # State
 
     def _buffers_of(self, group: Group) -> tuple[str, ...]:
-        return self._buffers
+        return tuple(self._buffers)
 
     def _init_group(
         self, group: Group, params: list[Tensor], grads: list[Tensor], steps: list[Tensor], *buffers: list[Tensor]
@@ -123,7 +122,11 @@ class BaseOptimizer(Optimizer):
         # A step on the CPU costs no kernel launch and no synchronisation; graphs can only capture one on the device.
         state["step"] = torch.tensor(0.0, dtype=torch.float32, device=p.device if group["capturable"] else "cpu")
         for name in self._buffers_of(group):
-            state[name] = torch.zeros_like(p, dtype=state_dtype(p), memory_format=torch.preserve_format)
+            state[name] = torch.zeros_like(p, dtype=self._state_dtype(p, group), memory_format=torch.preserve_format)
+
+    def _state_dtype(self, p: Tensor, group: Group) -> torch.dtype:
+        """State is at least fp32: a change of one part in a thousand is lost in bf16."""
+        return torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -152,12 +155,12 @@ class BaseOptimizer(Optimizer):
             loaded.update(final)
 
         def restore(_: Optimizer) -> None:
-            ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
-            params = chain.from_iterable(group["params"] for group in self.param_groups)
-            for i, p in zip(ids, params):
-                for name, value in loaded["state"].get(i, {}).items():
-                    if name != "step" and isinstance(value, Tensor):
-                        self.state[p][name] = value.to(device=p.device, dtype=state_dtype(p))
+            for saved, group in zip(loaded["param_groups"], self.param_groups):
+                for i, p in zip(saved["params"], group["params"]):
+                    for name, value in loaded["state"].get(i, {}).items():
+                        if name != "step" and isinstance(value, Tensor):
+                            dtype = self._state_dtype(p, group)
+                            self.state[p][name] = value.to(device=p.device, dtype=dtype)
 
         hooks = (
             self.register_load_state_dict_pre_hook(remember),
@@ -243,11 +246,6 @@ def check_call(params: Sequence[Tensor], steps: Sequence[Tensor], capturable: bo
 
 def as_float(value: Any) -> float:
     return value.item() if isinstance(value, Tensor) else float(value)
-
-
-def state_dtype(p: Tensor) -> torch.dtype:
-    """State is at least fp32: a change of one part in a thousand is lost in bf16."""
-    return torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
 
 
 def as_scalar(value: Scalar, *, keep_tensor: bool) -> Scalar:

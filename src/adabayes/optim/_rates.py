@@ -1,21 +1,37 @@
-"""What AdaBayes and AdaBayes-FP share: a second learning rate that follows the first."""
+"""What AdaBayes and AdaBayes-FP share: a second learning rate that follows the first, kernels, and bf16 state."""
 
 from __future__ import annotations
 
-from typing import Any
+import ctypes
+from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from adabayes import kernels
 from adabayes.optim._base import USUAL_LR, BaseOptimizer, Group, as_float, check_choice, check_range
+from adabayes.optim._rounding import Rounding
 
 RATIO = 100.0  # lr_sgd / lr in the paper
 
 
 class TwoRateOptimizer(BaseOptimizer):
-    """Resolves ``lr_sgd`` of each group, which goes with its base learning rate."""
+    """Resolves ``lr_sgd`` of each group, which goes with its base learning rate; takes fused steps where it can."""
+
+    _buffers: ClassVar[tuple[str, str]]
+    _kernel: ClassVar[str]
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._plans: dict[int, kernels.Plan] = {}
+        defaults["state_dtype"] = _dtype_name(defaults["state_dtype"])
+        super().__init__(params, defaults)
 
     def _complete_group(self, group: Group) -> None:
+        if "state_dtype" in group:
+            group["state_dtype"] = _dtype_name(group["state_dtype"])
         super()._complete_group(group)
         if group.get("lr_sgd") is None:
             group["lr_sgd"] = self._default_lr_sgd(group)
@@ -33,6 +49,7 @@ class TwoRateOptimizer(BaseOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         lacking = [group for group in state["param_groups"] if group.get("lr_sgd") is None]
         super().__setstate__(state)
+        self._plans = {}
         for group in lacking:
             group["lr_sgd"] = self._default_lr_sgd(group)
 
@@ -45,6 +62,95 @@ class TwoRateOptimizer(BaseOptimizer):
             if lr_sgd == 0:
                 raise ValueError(f"Invalid lr_sgd: 0.{hint}")
         check_choice("reduction", group["reduction"], ("mean", "sum"))
+        if group["fused"]:
+            for other in ("foreach", "differentiable", "capturable"):
+                if group[other]:
+                    raise RuntimeError(f"`fused` and `{other}` cannot be `True` together. Leave one of them out.")
+            if reason := kernels.unavailable():
+                raise RuntimeError(f"fused=True: {reason}. Or leave `fused` out: then foreach is taken.")
+
+    # State
+
+    def _state_dtype(self, p: Tensor, group: Group) -> torch.dtype:
+        dtype = super()._state_dtype(p, group)
+        if group["state_dtype"] is None:
+            return dtype
+        if dtype != torch.float32:
+            raise ValueError(f"state_dtype=torch.bfloat16 is for fp32, bf16 and fp16 parameters, not for {p.dtype}")
+        return torch.bfloat16
+
+    def _rounding(self, group: Group, params: list[Tensor]) -> Rounding | None:
+        """What stochastic rounding needs to know, if there is any to be done."""
+        if group["state_dtype"] is None and not group["stochastic_rounding"]:
+            return None
+        return Rounding(group["seed"], self._ordinals(group, params), group["stochastic_rounding"])
+
+    def _ordinals(self, group: Group, params: list[Tensor]) -> list[int]:
+        """The how-manieth parameter of the optimizer each of these is."""
+        first = 0
+        for other in self.param_groups:
+            if other is group:
+                break
+            first += len(other["params"])
+        place = {id(p): i for i, p in enumerate(group["params"], first)}
+        return [place[id(p)] for p in params]
+
+    # Fused steps
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tells GradScaler to leave unscaling to the step, and to say in ``found_inf`` if it shall be skipped."""
+        return all(group["fused"] for group in self.param_groups)
+
+    def _coefficients(self, group: Group, unscale: float) -> ctypes.Structure:
+        raise NotImplementedError
+
+    def _fused_step(self, group: Group) -> bool:
+        """Take the step with a kernel, if there is one for all tensors of the group."""
+        if group["fused"] is False or group["foreach"] is not None:
+            return False
+        if torch.compiler.is_compiling() or group["differentiable"] or group["capturable"] or kernels.unavailable():
+            return False
+        params = group["params"]
+        grads = [p.grad for p in params]
+        if any(map(is_, grads, repeat(None))):
+            params = [p for p, grad in zip(params, grads) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        if not params:
+            return True
+        state: Any = self.state
+        plan = self._plans.get(id(group))
+        if plan is None or not plan.holds(params, state):
+            self._plans.pop(id(group), None)
+            ordinals = self._ordinals(group, params)
+            self._init_group(group, [], [], [])  # makes the state that is not there yet
+            if hasattr(params[0], "to_local"):  # DTensor: each process steps its own shard
+                state = {p: {name: _local(entry) for name, entry in self.state[p].items()} for p in params}
+                shards = [[_local(t) for t in tensors] for tensors in (params, grads)]
+                states = [state[p] for p in params]
+                params, grads = shards
+            else:
+                states = [state[p] for p in params]
+            if reason := kernels.unfit(params, states, self._buffers):
+                if group["fused"]:
+                    raise RuntimeError(f"fused=True: {reason}. Leave `fused` out, and foreach is taken.")
+                return False
+            plan = self._plans[id(group)] = self._plan(params, states, ordinals)
+        if not plan.takes(grads):
+            self._init_group(group, [], [], [])  # refuses sparse gradients
+            grads = plan.laid_out(grads)
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.item():
+            return True
+        scale = getattr(self, "grad_scale", None)
+        coefficients = self._coefficients(group, 1.0 if scale is None else 1.0 / as_float(scale))
+        plan.step(self._kernel, grads, coefficients, group["seed"], group["stochastic_rounding"])
+        return True
+
+    def _plan(
+        self, params: Sequence[Tensor], states: Sequence[dict[str, Tensor]], ordinals: Sequence[int]
+    ) -> kernels.Plan:
+        return kernels.Plan(params, states, self._buffers, ordinals)
 
     # What diagnostics ask
 
@@ -70,3 +176,16 @@ class TwoRateOptimizer(BaseOptimizer):
     def _schedule(group: Group) -> float:
         schedule: float = as_float(group["lr"]) / group["base_lr"]
         return schedule
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    """As parameter groups keep it, so that they can be written as JSON."""
+    if dtype in (None, "bfloat16"):
+        return dtype  # type: ignore[no-any-return]
+    if dtype == torch.bfloat16:
+        return "bfloat16"
+    raise ValueError(f"Invalid state_dtype: {dtype!r}. It must be None (fp32, or float64) or torch.bfloat16.")
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if hasattr(t, "to_local") else t

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
@@ -10,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT, _disable_dynamo_if_unsupported
 
+from adabayes import kernels
 from adabayes.filtering import Dynamics, drift, euler, fixed_point, ornstein_uhlenbeck, predict
 from adabayes.optim._base import (
     Group,
     Scalar,
+    as_float,
     as_scalar,
     check_call,
     check_choice,
@@ -28,6 +32,7 @@ from adabayes.optim._base import (
     uniform_runs,
 )
 from adabayes.optim._rates import TwoRateOptimizer
+from adabayes.optim._rounding import Rounding, keys_of, store_, store_all_, widened
 
 __all__ = ["AdaBayes", "adabayes"]
 
@@ -72,10 +77,15 @@ class AdaBayes(TwoRateOptimizer):
             ``"paper"`` is Algorithm 1 to the letter: Euler form, schedule inside the filter, start at ``lr_sgd``.
         reduction: ``"mean"`` or ``"sum"``: how the loss was reduced over the minibatch.
         maximize: ascend instead of descending.
-        foreach: the form that works on all tensors at once. None: whenever it can.
+        foreach: the form that works on all tensors at once. None: whenever it can and there is no kernel.
+        fused: the kernel for the CPU. None: whenever it was built and can serve the parameters.
         capturable: keep the step count on the device, for CUDA graphs.
         differentiable: let autograd follow the step. With respect to a tensor ``lr``, it follows the schedule's
             part in the step, at a base learning rate that is a constant.
+        state_dtype: ``torch.bfloat16`` halves the state, to 4 bytes a weight, with stochastic rounding.
+        stochastic_rounding: round bf16 parameters stochastically, so that steps and decay below half of their
+            precision are not lost.
+        seed: of the rounding.
 
     Examples:
         >>> import torch
@@ -94,6 +104,7 @@ class AdaBayes(TwoRateOptimizer):
     # A gain of 0 marks a weight that has had no gradient yet: its filter has not begun.
     _buffers = ("exp_avg", "gain")
     _betas = 1
+    _kernel = "adabayes_step"
 
     def __init__(
         self,
@@ -108,8 +119,12 @@ class AdaBayes(TwoRateOptimizer):
         reduction: Literal["mean", "sum"] = "mean",
         maximize: bool = False,
         foreach: bool | None = None,
+        fused: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
         self._sleepers = _Sleepers()
         defaults = {
@@ -122,8 +137,12 @@ class AdaBayes(TwoRateOptimizer):
             "reduction": reduction,
             "maximize": maximize,
             "foreach": foreach,
+            "fused": fused,
             "capturable": capturable,
             "differentiable": differentiable,
+            "state_dtype": state_dtype,
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
         }
         super().__init__(params, defaults)
 
@@ -142,6 +161,8 @@ class AdaBayes(TwoRateOptimizer):
         self._sleepers = _Sleepers()
 
     def _step_group(self, group: Group) -> None:
+        if self._fused_step(group):
+            return
         params: list[Tensor] = []
         grads: list[Tensor] = []
         steps: list[Tensor] = []
@@ -170,9 +191,54 @@ class AdaBayes(TwoRateOptimizer):
             reduction=group["reduction"],
             maximize=group["maximize"],
             asleep=self._sleepers.among(gains, steps) if eager else None,
+            rounding=self._rounding(group, params),
         )
         if eager:
             self._sleepers.look(gains, steps)
+
+    def _coefficients(self, group: Group, unscale: float) -> kernels.AdaBayesCoefficients:
+        c = _coefficients(
+            lr=as_float(group["lr"]),
+            lr_sgd=group["lr_sgd"],
+            base_lr=group["base_lr"],
+            batch_size=group["batch_size"],
+            beta1=group["betas"][0],
+            weight_decay=group["weight_decay"],
+            dynamics=group["dynamics"],
+            reduction=group["reduction"],
+            maximize=group["maximize"],
+        )
+        stationary = as_float(c.stationary)
+        return kernels.AdaBayesCoefficients(
+            unscale=unscale,
+            beta1=c.beta1,
+            shrink=1.0 if c.shrink is None else c.shrink,
+            scale=c.scale,
+            loss=c.loss,
+            noise=c.flow.noise,
+            information=c.information,
+            half=0.5 / stationary if stationary else math.inf,
+            slope=c.to_mean / c.eta if c.exact else 0.0,
+        )
+
+    def _fused_step(self, group: Group) -> bool:
+        if group["dynamics"] == "paper" and as_float(group["lr"]) == 0:
+            return False  # the functional form does nothing but make state
+        taken = super()._fused_step(group)
+        plan = self._plans.get(id(group))
+        if taken and plan is not None and any(plan.may_sleep):
+            self._sleepers.look(plan.seconds, plan.steps)
+            plan.may_sleep = [where is not False for where in self._sleepers.among(plan.seconds, plan.steps)]
+            if not any(plan.may_sleep):
+                plan.may_sleep = ()
+        return taken
+
+    def _plan(
+        self, params: Sequence[Tensor], states: Sequence[dict[str, Tensor]], ordinals: Sequence[int]
+    ) -> kernels.Plan:
+        plan = super()._plan(params, states, ordinals)
+        plan.may_sleep = [True] * len(params)
+        return plan
 
     def _relative_gain(self, group: Group, state: dict[str, Any]) -> Tensor:
         (gain,) = real_views(state["gain"])
@@ -203,6 +269,7 @@ def adabayes(
     reduction: str,
     maximize: bool,
     asleep: list[Asleep] | None = None,
+    rounding: Rounding | None = None,
 ) -> None:
     r"""Functional API that performs a step of AdaBayes. See :class:`AdaBayes`.
 
@@ -219,31 +286,62 @@ def adabayes(
         asleep = [True] * len(params)
 
     lr = as_scalar(lr, keep_tensor=capturable or differentiable)
+    if dynamics == "paper" and not isinstance(lr, Tensor) and lr == 0:
+        return  # where the paper divides by zero
+    c = _coefficients(
+        lr=lr,
+        lr_sgd=lr_sgd,
+        base_lr=base_lr,
+        batch_size=batch_size,
+        beta1=beta1,
+        weight_decay=weight_decay,
+        dynamics=dynamics,
+        reduction=reduction,
+        maximize=maximize,
+    )
+    update = _multi_tensor_adabayes if foreach else _single_tensor_adabayes
+    update(params, grads, exp_avgs, gains, state_steps, asleep, c, rounding, capturable, has_complex)
+
+
+def _coefficients(
+    *,
+    lr: Scalar,
+    lr_sgd: float,
+    base_lr: float,
+    batch_size: float,
+    beta1: float,
+    weight_decay: float,
+    dynamics: str,
+    reduction: str,
+    maximize: bool,
+) -> _Coefficients:
+    """The numbers of a step from the hyperparameters."""
+    exact = dynamics == "exact"
     schedule = lr / base_lr
     # What turns the gradient given into that of the mean loss, in whose units the gain is a learning rate.
     to_mean = 1.0 if reduction == "mean" else 1.0 / batch_size
     k = drift(base_lr, lr_sgd, batch_size)
-    if dynamics == "exact":
+    if exact:
         flow = ornstein_uhlenbeck(k, lr_sgd)
+        loss = flow.noise / lr_sgd  # 1 - decay, which the decay itself does not hold to full precision
         scale = schedule
     else:
-        if not isinstance(lr, Tensor) and lr == 0:
-            return  # where the paper divides by zero
-        flow = euler(k * schedule, lr_sgd * schedule)
-        scale = (lr != 0) * 1.0  # its filter does not stop there, but the weights shall
-    coefficients = _Coefficients(
-        exact=dynamics == "exact",
+        k = k * schedule
+        flow = euler(k, lr_sgd * schedule)
+        loss = k * (2 - k)
+        scale = (lr != 0) * 1.0  # the paper's filter does not stop at lr = 0, but the weights shall
+    return _Coefficients(
+        exact=exact,
         flow=flow,
+        loss=loss,
         eta=base_lr,
-        stationary=lr_sgd if dynamics == "exact" else lr_sgd * schedule,
+        stationary=lr_sgd if exact else lr_sgd * schedule,
         information=batch_size * to_mean * to_mean,
         to_mean=to_mean,
         scale=scale * (-to_mean if maximize else to_mean),
         beta1=beta1,
         shrink=1 - lr * weight_decay if weight_decay else None,
     )
-    update = _multi_tensor_adabayes if foreach else _single_tensor_adabayes
-    update(params, grads, exp_avgs, gains, state_steps, asleep, coefficients, capturable, has_complex)
 
 
 class _Coefficients(NamedTuple):
@@ -251,6 +349,7 @@ class _Coefficients(NamedTuple):
 
     exact: bool
     flow: Dynamics
+    loss: Scalar  # share of the gain that is forgotten in a step: 1 - decay
     eta: float
     stationary: Scalar  # where the gain settles without gradients
     information: float  # curvature per squared gradient
@@ -271,22 +370,26 @@ def _single_tensor_adabayes(
     state_steps: list[Tensor],
     asleep: list[Asleep],
     c: _Coefficients,
+    rounding: Rounding | None,
     capturable: bool,
     has_complex: bool,
 ) -> None:
     """One tensor after the other. Nothing that autograd may want is overwritten."""
-    for param, grad, exp_avg, gain, step_t, may_sleep in zip(params, grads, exp_avgs, gains, state_steps, asleep):
+    rows = zip(params, grads, exp_avgs, gains, state_steps, asleep)
+    for i, (param, grad, exp_avg_, gain_, step_t, may_sleep) in enumerate(rows):
         step_t += 1
         if has_complex:
-            param, grad, exp_avg, gain = real_views(param, grad, exp_avg, gain)
+            param, grad, exp_avg_, gain_ = real_views(param, grad, exp_avg_, gain_)
+        exp_avg, gain = widened([exp_avg_, gain_])
         (value,), (grad,) = in_precision_of(gain, [param], [grad])
-        step_size = c.step_size(step_value(step_t, capturable))
+        step = step_value(step_t, capturable)
+        step_size = c.step_size(step)
 
         mean = exp_avg.lerp(grad, 1 - c.beta1)
         begun, still_asleep = _begin(gain, grad, exp_avg, c) if may_sleep else (gain, None)
         if c.exact:
             # predict(begun, flow) in a form that keeps small changes: in fp32, the decay may round to 1.
-            prior = begun.lerp(_filled(c.stationary, gain), c.flow.noise / c.stationary)
+            prior = begun.lerp(_filled(c.stationary, gain), c.loss)
         else:
             prior = predict(kept(begun, c.flow.decay), c.flow)
         precision = prior.reciprocal().addcmul(grad, grad, value=c.information)
@@ -299,9 +402,10 @@ def _single_tensor_adabayes(
             moved = torch.addcdiv(moved, mean * step_size, precision)
         else:
             moved = torch.addcdiv(moved, mean, precision, value=step_size)
-        param.copy_(moved)
-        exp_avg.copy_(mean)
-        gain.copy_(posterior)
+        keys = keys_of(rounding, i, step)
+        store_(param, moved, keys.param, "param")
+        store_(exp_avg_, mean, keys.state, "exp_avg")
+        store_(gain_, posterior, keys.state, "second")
 
 
 def _multi_tensor_adabayes(
@@ -312,15 +416,18 @@ def _multi_tensor_adabayes(
     state_steps: list[Tensor],
     asleep: list[Asleep],
     c: _Coefficients,
+    rounding: Rounding | None,
     capturable: bool,
     has_complex: bool,
 ) -> None:
     """All tensors at once, in seven calls that need no memory beside the state (while no weight sleeps)."""
-    for run in uniform_runs(params, gains, grads, exp_avgs, state_steps, asleep):
-        targets, s, g, m, steps, may_sleep = run
+    places = range(len(params))
+    for run in uniform_runs(params, gains, grads, exp_avgs, state_steps, asleep, places):
+        targets, gains_, g, exp_avgs_, steps, may_sleep, place = run
         count_step_(steps)
         if has_complex:
-            targets, s, g, m = (real_views(*tensors) for tensors in (targets, s, g, m))
+            targets, gains_, g, exp_avgs_ = (real_views(*tensors) for tensors in (targets, gains_, g, exp_avgs_))
+        s, m = widened(gains_), widened(exp_avgs_)
         p, g = in_precision_of(s[0], targets, g)
         step_sizes = per_step(c.step_size, steps, capturable)
 
@@ -331,7 +438,7 @@ def _multi_tensor_adabayes(
         ]
         torch._foreach_lerp_(m, g, 1 - c.beta1)
         if c.exact:
-            torch._foreach_lerp_(s, [_filled(c.stationary, s[0])] * len(s), c.flow.noise / c.stationary)
+            torch._foreach_lerp_(s, [_filled(c.stationary, s[0])] * len(s), cast(float, c.loss))
         else:
             torch._foreach_mul_(s, c.flow.decay)
             torch._foreach_add_(s, [c.flow.noise] * len(s))
@@ -350,8 +457,9 @@ def _multi_tensor_adabayes(
                 gain.masked_fill_(where, 0)
             elif where is not None:
                 gain[where] = 0
-        if p is not targets:
-            torch._foreach_copy_(targets, p)
+        store_all_(
+            (targets, p, "param"), (exp_avgs_, m, "exp_avg"), (gains_, s, "second"), rounding, place, steps, capturable
+        )
 
 
 def _begin(gain: Tensor, grad: Tensor, exp_avg: Tensor, c: _Coefficients) -> tuple[Tensor, Tensor | None]:
@@ -387,7 +495,7 @@ class _Sleepers:
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Tensor], Asleep]] = {}  # by identity of the gain
 
-    def among(self, gains: list[Tensor], steps: list[Tensor]) -> list[Asleep]:
+    def among(self, gains: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Asleep]:
         # State that was put back to zero, in place, begins anew.
         return [self._known(gain) if step.item() > 0 else True for gain, step in zip(gains, steps)]
 
@@ -395,7 +503,7 @@ class _Sleepers:
         found = self._found.get(id(gain))
         return found[1] if found and found[0]() is gain else True
 
-    def look(self, gains: list[Tensor], steps: list[Tensor]) -> None:
+    def look(self, gains: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
         for gain, step_t in zip(gains, steps):
             if self._known(gain) is False or type(gain) is not Tensor or gain.is_meta:
                 continue

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT, _disable_dynamo_if_unsupported
 
+from adabayes import kernels
 from adabayes.filtering import fixed_point
 from adabayes.optim._base import (
     Group,
     Scalar,
+    as_float,
     as_scalar,
     check_call,
     check_range,
@@ -25,6 +27,7 @@ from adabayes.optim._base import (
     uniform_runs,
 )
 from adabayes.optim._rates import TwoRateOptimizer
+from adabayes.optim._rounding import Rounding, keys_of, store_, store_all_, widened
 
 __all__ = ["AdaBayesFP", "adabayes_fp"]
 
@@ -57,9 +60,14 @@ class AdaBayesFP(TwoRateOptimizer):
         reduction: ``"mean"`` or ``"sum"``: how the loss was reduced over the minibatch.
         batch_size: needed with ``reduction="sum"``; otherwise it has cancelled.
         maximize: ascend instead of descending.
-        foreach: the form that works on all tensors at once. None: whenever it can.
+        foreach: the form that works on all tensors at once. None: whenever it can and there is no kernel.
+        fused: the kernel for the CPU. None: whenever it was built and can serve the parameters.
         capturable: keep the step count on the device, for CUDA graphs.
         differentiable: let autograd follow the step.
+        state_dtype: ``torch.bfloat16`` halves the state, to 4 bytes a weight, with stochastic rounding.
+        stochastic_rounding: round bf16 parameters stochastically, so that steps and decay below half of their
+            precision are not lost.
+        seed: of the rounding.
 
     Examples:
         >>> import torch
@@ -76,6 +84,7 @@ class AdaBayesFP(TwoRateOptimizer):
     """
 
     _buffers = ("exp_avg", "exp_avg_sq")
+    _kernel = "adabayes_fp_step"
 
     def __init__(
         self,
@@ -89,8 +98,12 @@ class AdaBayesFP(TwoRateOptimizer):
         batch_size: float | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
+        fused: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -101,8 +114,12 @@ class AdaBayesFP(TwoRateOptimizer):
             "batch_size": batch_size,
             "maximize": maximize,
             "foreach": foreach,
+            "fused": fused,
             "capturable": capturable,
             "differentiable": differentiable,
+            "state_dtype": state_dtype,
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
         }
         super().__init__(params, defaults)
 
@@ -117,6 +134,8 @@ class AdaBayesFP(TwoRateOptimizer):
             )
 
     def _step_group(self, group: Group) -> None:
+        if self._fused_step(group):
+            return
         params: list[Tensor] = []
         grads: list[Tensor] = []
         steps: list[Tensor] = []
@@ -139,6 +158,18 @@ class AdaBayesFP(TwoRateOptimizer):
             beta2=group["betas"][1],
             weight_decay=group["weight_decay"],
             maximize=group["maximize"],
+            rounding=self._rounding(group, params),
+        )
+
+    def _coefficients(self, group: Group, unscale: float) -> kernels.AdaBayesFPCoefficients:
+        lr = as_float(group["lr"])
+        return kernels.AdaBayesFPCoefficients(
+            unscale=unscale,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            shrink=1 - lr * group["weight_decay"],
+            lr=-lr if group["maximize"] else lr,
+            eps=self._eps(group),
         )
 
     @staticmethod
@@ -173,6 +204,7 @@ def adabayes_fp(
     beta2: float,
     weight_decay: float,
     maximize: bool,
+    rounding: Rounding | None = None,
 ) -> None:
     r"""Functional API that performs a step of AdaBayes-FP. See :class:`AdaBayesFP`.
 
@@ -190,7 +222,7 @@ def adabayes_fp(
         shrink=1 - lr * weight_decay if weight_decay else None,
     )
     update = _multi_tensor_adabayes_fp if foreach else _single_tensor_adabayes_fp
-    update(params, grads, exp_avgs, exp_avg_sqs, state_steps, coefficients, capturable, has_complex)
+    update(params, grads, exp_avgs, exp_avg_sqs, state_steps, coefficients, rounding, capturable, has_complex)
 
 
 class _Coefficients(NamedTuple):
@@ -221,16 +253,20 @@ def _single_tensor_adabayes_fp(
     exp_avg_sqs: list[Tensor],
     state_steps: list[Tensor],
     c: _Coefficients,
+    rounding: Rounding | None,
     capturable: bool,
     has_complex: bool,
 ) -> None:
     """One tensor after the other. Nothing that autograd may want is overwritten."""
-    for param, grad, exp_avg, exp_avg_sq, step_t in zip(params, grads, exp_avgs, exp_avg_sqs, state_steps):
+    rows = zip(params, grads, exp_avgs, exp_avg_sqs, state_steps)
+    for i, (param, grad, exp_avg_, exp_avg_sq_, step_t) in enumerate(rows):
         step_t += 1
         if has_complex:
-            param, grad, exp_avg, exp_avg_sq = real_views(param, grad, exp_avg, exp_avg_sq)
+            param, grad, exp_avg_, exp_avg_sq_ = real_views(param, grad, exp_avg_, exp_avg_sq_)
+        exp_avg, exp_avg_sq = widened([exp_avg_, exp_avg_sq_])
         (value,), (grad,) = in_precision_of(exp_avg_sq, [param], [grad])
-        inside, outside, step_size = c.of_step(step_value(step_t, capturable))
+        step = step_value(step_t, capturable)
+        inside, outside, step_size = c.of_step(step)
 
         mean = exp_avg.lerp(grad, 1 - c.beta1)
         mean_square = (exp_avg_sq * c.beta2).addcmul(grad, grad, value=1 - c.beta2)
@@ -241,9 +277,10 @@ def _single_tensor_adabayes_fp(
             moved = torch.addcdiv(moved, mean * step_size, denominator)
         else:
             moved = torch.addcdiv(moved, mean, denominator, value=step_size)
-        param.copy_(moved)
-        exp_avg.copy_(mean)
-        exp_avg_sq.copy_(mean_square)
+        keys = keys_of(rounding, i, step)
+        store_(param, moved, keys.param, "param")
+        store_(exp_avg_, mean, keys.state, "exp_avg")
+        store_(exp_avg_sq_, mean_square, keys.state, "second")
 
 
 def _multi_tensor_adabayes_fp(
@@ -253,15 +290,19 @@ def _multi_tensor_adabayes_fp(
     exp_avg_sqs: list[Tensor],
     state_steps: list[Tensor],
     c: _Coefficients,
+    rounding: Rounding | None,
     capturable: bool,
     has_complex: bool,
 ) -> None:
     """All tensors at once; the denominator is the one thing that needs memory beside the state."""
-    for run in uniform_runs(params, exp_avg_sqs, grads, exp_avgs, state_steps):
-        targets, v, g, m, steps = run
+    places = range(len(params))
+    for run in uniform_runs(params, exp_avg_sqs, grads, exp_avgs, state_steps, places):
+        targets, exp_avg_sqs_, g, exp_avgs_, steps, place = run
         count_step_(steps)
         if has_complex:
-            targets, v, g, m = (real_views(*tensors) for tensors in (targets, v, g, m))
+            views = (real_views(*tensors) for tensors in (targets, exp_avg_sqs_, g, exp_avgs_))
+            targets, exp_avg_sqs_, g, exp_avgs_ = views
+        v, m = widened(exp_avg_sqs_), widened(exp_avgs_)
         p, g = in_precision_of(v[0], targets, g)
         inside, outside, step_sizes = map(list, zip(*per_step(c.of_step, steps, capturable)))
 
@@ -277,5 +318,12 @@ def _multi_tensor_adabayes_fp(
             torch._foreach_addcdiv_(p, torch._foreach_mul(m, step_sizes), denominator)
         else:
             torch._foreach_addcdiv_(p, m, denominator, step_sizes)
-        if p is not targets:
-            torch._foreach_copy_(targets, p)
+        store_all_(
+            (targets, p, "param"),
+            (exp_avgs_, m, "exp_avg"),
+            (exp_avg_sqs_, v, "second"),
+            rounding,
+            place,
+            steps,
+            capturable,
+        )

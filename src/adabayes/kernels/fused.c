@@ -1,0 +1,367 @@
+/* One optimizer step over many tensors at once, on the CPU.
+ *
+ * Plain C that knows nothing of Python or torch: pointers, lengths, numbers. The elements of all tensors are numbered
+ * through in units of 64, and threads take equal shares of that range, so that a thousand small tensors cost what one
+ * large one does. Every element is computed by itself, and nothing is contracted or reordered (-ffp-contract=off), so
+ * results do not depend on the number of threads, on the instruction set, or on where a share begins.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+/* One binary that is fast on every x86-64 machine: the loader picks the best of three. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define HAS_CLONES 1
+#else
+#define CLONES
+#define HAS_CLONES 0
+#endif
+
+#define ABI_VERSION 1
+#define UNIT 64
+#define SHARE (32768 / UNIT) /* units that are worth a thread */
+#define MAX_THREADS 256
+
+#define BLOCK 1024
+#define LONGEST (1 << 30) /* elements in one call of an update, whose index has 32 bits for speed */
+
+enum dtype { F32, F64, BF16, F16, DTYPES };
+static const int64_t SIZES[DTYPES] = {[F32] = 4, [F64] = 8, [BF16] = 2, [F16] = 2};
+
+typedef struct {
+    int64_t count;          /* tensors */
+    void *const *params;
+    const void *const *grads;
+    void *const *exp_avgs;
+    void *const *states;    /* gain, or exp_avg_sq */
+    float *const *steps;
+    const int64_t *numels;
+    const uint8_t *asleep;  /* of each tensor: may hold weights without a gradient so far; at the first step all may */
+    const int64_t *ordinals; /* of each tensor: who it is, to the random generator */
+    int32_t param_type, state_type, threads;
+    int32_t round_params;   /* stochastically */
+    int64_t seed;
+} tensors;
+
+typedef struct {
+    double unscale;         /* of the gradients: one over GradScaler's scale */
+    double beta1, beta2;
+    double shrink;          /* weight decay */
+} common_coefficients;
+
+typedef struct {
+    common_coefficients common;
+    double scale;           /* of the step, beside gain and momentum; negative to ascend */
+    double loss, noise;     /* of the gain between two gradients: gain + noise - loss * gain */
+    double information;     /* curvature per squared gradient */
+    double half;            /* 0.5 / lr_sgd: for the start of a filter */
+    double slope;           /* rms gradient to precision at the start: 1 / lr; 0 to start at lr_sgd */
+} adabayes_coefficients;
+
+typedef struct {
+    common_coefficients common;
+    double lr;
+    double eps;
+} adabayes_fp_coefficients;
+
+typedef struct {
+    double first, second;   /* 1 - beta^step */
+} bias_corrections;
+
+/* Numbers of 16 bits */
+
+static inline float as_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static inline uint32_t as_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+static inline float from_bf16(uint16_t x) { return as_float((uint32_t)x << 16); }
+
+/* Adds `carry` below the last bit that stays: 0x7fff and the last bit to round to nearest even, 16 random bits to round
+ * up with the probability of the remainder. That keeps infinities; a nan could carry over into a number. */
+static inline uint16_t to_bf16(float x, uint32_t carry) {
+    return (uint16_t)((x == x ? as_bits(x) + carry : 0x7fc00000u) >> 16);
+}
+
+static inline uint32_t nearest_even(float x) { return 0x7fffu + ((as_bits(x) >> 16) & 1u); }
+
+static inline float from_f16(uint16_t x) {
+    uint32_t magnitude = (uint32_t)(x & 0x7fffu) << 13;
+    uint32_t special = (x & 0x7c00u) == 0x7c00u;
+    float scaled = as_float(magnitude) * 0x1p112f; /* moves the exponent's bias, also of subnormals */
+    uint32_t bits = special ? magnitude | 0x7f800000u : as_bits(scaled);
+    return as_float(bits | (uint32_t)(x & 0x8000u) << 16);
+}
+
+static inline uint16_t to_f16(float x) {
+    uint32_t bits = as_bits(x), magnitude = bits & 0x7fffffffu;
+    uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    uint32_t subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000u; /* the addition rounds */
+    uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    uint32_t half = magnitude >= 0x47800000u ? special : magnitude < 0x38800000u ? subnormal : normal;
+    return (uint16_t)(half | (bits >> 16 & 0x8000u));
+}
+
+/* A random generator that is a function of who asks: seed, tensor, step and element; optim/_rounding.py has the same,
+ * number for number. Neighbours get numbers that are spread evenly (multiples of a constant); over the steps, the key
+ * makes those of one element independent. That is all that rounding needs, and it costs a sixth of the loop. */
+
+static inline uint32_t mix(uint32_t x) {
+    x *= 0x9e3779b1u;
+    return x ^ x >> 16;
+}
+
+static uint32_t scatter(uint32_t x) { /* for keys: Wellons's lowbias32 */
+    x = (x ^ x >> 16) * 0x21f0aaadu;
+    x = (x ^ x >> 15) * 0xd35a2d97u;
+    return x ^ x >> 15;
+}
+
+static uint32_t key_of(int64_t seed, int64_t ordinal, float step) {
+    uint32_t key = scatter((uint32_t)seed) ^ (uint32_t)(seed >> 32);
+    key = scatter(key + (uint32_t)ordinal);
+    return scatter(key + (uint32_t)(int64_t)step);
+}
+
+#define PARAM_STREAM 0x9e3779b9u /* keeps the bits of parameters apart from those of state */
+
+/* The updates, for each pair of types */
+
+#define NAME_(update, param, state) update##_##param##_##state
+#define NAME(update, param, state) NAME_(update, param, state)
+
+#define REAL float
+#define SQRT sqrtf
+#define STATE_NAME f32
+#define STATE_C float
+#define LOAD_STATE(x) (x)
+#define STORE_STATE(x, random) (x)
+
+#define PARAM_NAME f32
+#define PARAM_C float
+#define LOAD_PARAM(x) (x)
+#define STORE_PARAM(x, random) (x)
+#include "update.h"
+
+#define PARAM_NAME f16
+#define PARAM_C uint16_t
+#define LOAD_PARAM(x) from_f16(x)
+#define STORE_PARAM(x, random) to_f16(x)
+#include "update.h"
+
+#define PARAM_NAME bf16
+#define PARAM_C uint16_t
+#define LOAD_PARAM(x) from_bf16(x)
+#define STORE_PARAM(x, random) to_bf16(x, round_params ? (random) >> 16 : nearest_even(x))
+#include "update.h"
+
+#undef STATE_NAME
+#undef STATE_C
+#undef LOAD_STATE
+#undef STORE_STATE
+#define STATE_NAME bf16
+#define STATE_C uint16_t
+#define LOAD_STATE(x) from_bf16(x)
+#define STORE_STATE(x, random) to_bf16(x, (random) & 0xffffu)
+
+#define PARAM_NAME f32
+#define PARAM_C float
+#define LOAD_PARAM(x) (x)
+#define STORE_PARAM(x, random) (x)
+#include "update.h"
+
+#define PARAM_NAME f16
+#define PARAM_C uint16_t
+#define LOAD_PARAM(x) from_f16(x)
+#define STORE_PARAM(x, random) to_f16(x)
+#include "update.h"
+
+#define PARAM_NAME bf16
+#define PARAM_C uint16_t
+#define LOAD_PARAM(x) from_bf16(x)
+#define STORE_PARAM(x, random) to_bf16(x, round_params ? (random) >> 16 : nearest_even(x))
+#include "update.h"
+
+#undef REAL
+#undef SQRT
+#undef STATE_NAME
+#undef STATE_C
+#undef LOAD_STATE
+#undef STORE_STATE
+#define REAL double
+#define SQRT sqrt
+#define STATE_NAME f64
+#define STATE_C double
+#define LOAD_STATE(x) (x)
+#define STORE_STATE(x, random) (x)
+
+#define PARAM_NAME f64
+#define PARAM_C double
+#define LOAD_PARAM(x) (x)
+#define STORE_PARAM(x, random) (x)
+#include "update.h"
+
+typedef void update(const void *coefficients, const bias_corrections *bias, void *restrict p, const void *restrict g, void *restrict m,
+                    void *restrict s, uint32_t first, int32_t count, int asleep, int round_params, uint32_t key);
+
+static update *const adabayes_updates[DTYPES][DTYPES] = {
+    [F32] = {[F32] = adabayes_f32_f32, [BF16] = adabayes_f32_bf16},
+    [F64] = {[F64] = adabayes_f64_f64},
+    [BF16] = {[F32] = adabayes_bf16_f32, [BF16] = adabayes_bf16_bf16},
+    [F16] = {[F32] = adabayes_f16_f32, [BF16] = adabayes_f16_bf16},
+};
+
+static update *const adabayes_fp_updates[DTYPES][DTYPES] = {
+    [F32] = {[F32] = adabayes_fp_f32_f32, [BF16] = adabayes_fp_f32_bf16},
+    [F64] = {[F64] = adabayes_fp_f64_f64},
+    [BF16] = {[F32] = adabayes_fp_bf16_f32, [BF16] = adabayes_fp_bf16_bf16},
+    [F16] = {[F32] = adabayes_fp_f16_f32, [BF16] = adabayes_fp_f16_bf16},
+};
+
+/* Sharing out the work */
+
+typedef struct {
+    const tensors *t;
+    const void *coefficients;
+    update *apply;
+    int64_t units;
+    int shares;
+    int next; /* share that nobody has taken yet */
+} job;
+
+static void take_shares(void *data) {
+    job *j = data;
+    const tensors *t = j->t;
+    const common_coefficients *c = j->coefficients;
+    bias_corrections bias = {1, 1};
+    float last_step = -1; /* most tensors have the same count, and a power takes longer than a small tensor */
+    for (;;) {
+        int64_t share = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED);
+        if (share >= j->shares) return;
+        int64_t from = share * j->units / j->shares, to = (share + 1) * j->units / j->shares;
+        for (int64_t i = 0, first = 0; i < t->count && first < to; i++) {
+            int64_t units = (t->numels[i] + UNIT - 1) / UNIT, last = first + units;
+            if (last > from) {
+                int64_t begin = from > first ? (from - first) * UNIT : 0;
+                int64_t end = to < last ? (to - first) * UNIT : t->numels[i];
+                float step = *t->steps[i];
+                if (step != last_step) {
+                    bias = (bias_corrections){1 - pow(c->beta1, step), 1 - pow(c->beta2, step)};
+                    last_step = step;
+                }
+                uint32_t key = key_of(t->seed, t->ordinals[i], step);
+                for (int64_t at = begin; at < end; at += LONGEST) {
+                    int32_t count = (int32_t)(end - at < LONGEST ? end - at : LONGEST);
+                    int64_t p = at * SIZES[t->param_type], s = at * SIZES[t->state_type];
+                    j->apply(j->coefficients, &bias, (char *)t->params[i] + p, (const char *)t->grads[i] + p,
+                             (char *)t->exp_avgs[i] + s, (char *)t->states[i] + s, (uint32_t)at, count,
+                             (t->asleep && t->asleep[i]) || step == 1, t->round_params, key);
+                }
+            }
+            first = last;
+        }
+    }
+}
+
+/* GOMP_parallel of the OpenMP runtime that torch has brought, if any: its threads are there already, and so are not
+ * more than the machine has cores. Without it, threads of our own for the time of a step. */
+typedef void gomp_parallel(void (*)(void *), void *, unsigned, unsigned);
+static gomp_parallel *team = 0;
+
+EXPORT void adabayes_set_team(void *function) { team = (gomp_parallel *)function; }
+
+#if !defined(_WIN32)
+static void *take_shares_in_thread(void *data) {
+    take_shares(data);
+    return 0;
+}
+#endif
+
+static int run(const tensors *t, const void *coefficients, update *const (*updates)[DTYPES]) {
+    if (t->param_type < 0 || t->param_type >= DTYPES || t->state_type < 0 || t->state_type >= DTYPES) return 1;
+    update *apply = updates[t->param_type][t->state_type];
+    if (!apply) return 1;
+    job j = {t, coefficients, apply, 0, 1, 0};
+    for (int64_t i = 0; i < t->count; i++) {
+        *t->steps[i] += 1;
+        j.units += (t->numels[i] + UNIT - 1) / UNIT;
+    }
+    int64_t worth = j.units / SHARE + 1;
+    int threads = t->threads < 1 ? 1 : t->threads > MAX_THREADS ? MAX_THREADS : t->threads;
+    j.shares = worth < threads ? (int)worth : threads;
+    if (j.shares == 1) {
+        take_shares(&j);
+    } else if (team) {
+        team(take_shares, &j, (unsigned)j.shares, 0);
+    } else {
+#if !defined(_WIN32)
+        pthread_t others[MAX_THREADS];
+        int started = 0;
+        while (started < j.shares - 1 && !pthread_create(&others[started], 0, take_shares_in_thread, &j)) started++;
+        take_shares(&j); /* and those of threads that could not be had */
+        for (int i = 0; i < started; i++) pthread_join(others[i], 0);
+#else
+        take_shares(&j);
+#endif
+    }
+    return 0;
+}
+
+EXPORT int adabayes_step(const tensors *t, const adabayes_coefficients *c) { return run(t, c, adabayes_updates); }
+
+EXPORT int adabayes_fp_step(const tensors *t, const adabayes_fp_coefficients *c) {
+    return run(t, c, adabayes_fp_updates);
+}
+
+/* The least that a step can do: four arrays read, three of them written. What its time is measured against. */
+static CLONES void stream(const void *unused, const bias_corrections *bias, void *restrict p, const void *restrict g,
+                          void *restrict m, void *restrict s, uint32_t first, int32_t count, int asleep,
+                          int round_params, uint32_t key) {
+    float *a = p, *b = m, *c = s;
+    const float *d = g;
+    (void)unused, (void)bias, (void)first, (void)asleep, (void)round_params, (void)key;
+    for (int32_t i = 0; i < count; i++) {
+        a[i] += d[i];
+        b[i] += d[i];
+        c[i] += d[i];
+    }
+}
+
+EXPORT int adabayes_stream(const tensors *t, const common_coefficients *c) {
+    static update *const only[DTYPES][DTYPES] = {[F32] = {[F32] = stream}};
+    return run(t, c, only);
+}
+
+EXPORT int adabayes_abi_version(void) { return ABI_VERSION; }
+
+EXPORT const char *adabayes_instruction_set(void) {
+#if HAS_CLONES
+    if (__builtin_cpu_supports("x86-64-v4")) return "x86-64-v4 (AVX-512)";
+    if (__builtin_cpu_supports("x86-64-v3")) return "x86-64-v3 (AVX2)";
+    return "x86-64 (SSE2)";
+#elif defined(__x86_64__)
+    return "x86-64, as the compiler was told";
+#elif defined(__aarch64__)
+    return "aarch64 (NEON)";
+#else
+    return "the compiler's default";
+#endif
+}
