@@ -132,9 +132,20 @@ def _adabound(params: list[Tensor]) -> torch.optim.Optimizer:
 
 def _ivon(params: list[Tensor]) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = importlib.import_module("ivon").IVON(params, lr=0.1, ess=50_000)
-    with optimizer.sampled_params(train=True):  # type: ignore[attr-defined]
-        pass
     return optimizer
+
+
+def _step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """What a step of training calls: of IVON, also to draw the weights at which gradients are taken."""
+    if not hasattr(optimizer, "sampled_params"):
+        return optimizer.step
+
+    def step() -> None:
+        with optimizer.sampled_params(train=True):
+            pass
+        optimizer.step()
+
+    return step
 
 
 def _schedule_free(params: list[Tensor]) -> torch.optim.Optimizer:
@@ -279,11 +290,11 @@ def _measure(workload: str, settings: Settings) -> Iterator[Row]:
     steps: dict[str, Callable[[], Any]] = {}
     made: dict[str, torch.optim.Optimizer] = {}
     for name in settings.optimizers:
-        params = [p.clone() for p in start]
+        params = [p.clone().requires_grad_() for p in start]
         for p, g in zip(params, grads):
             p.grad = g
         made[name] = makers[name](params)
-        steps[name] = made[name].step
+        steps[name] = _step_of(made[name])
     if not kernels.unavailable():
         steps[ROOF] = _roof(weights)
 
@@ -310,7 +321,7 @@ def _measure(workload: str, settings: Settings) -> Iterator[Row]:
     for name in settings.optimizers:
         median = statistics.median(taken[name])
         low, _, high = statistics.quantiles(taken[name], n=4) if len(taken[name]) > 1 else (median,) * 3
-        state = sum(v.nbytes for s in made[name].state.values() for k, v in s.items() if _counts(k, v)) / weights
+        state = _state_bytes(made[name]) / weights
         speed = (12 + 2 * state) * weights / median / 1e9
         yield Row(
             workload=workload,
@@ -327,8 +338,15 @@ def _measure(workload: str, settings: Settings) -> Iterator[Row]:
         )
 
 
-def _counts(name: str, value: Any) -> bool:
-    return isinstance(value, Tensor) and name != "step"
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """All tensors of the state, wherever the optimizer keeps them, but for step counts."""
+    entries = [
+        entry
+        for state in optimizer.state.values()
+        for entry in (state.values() if isinstance(state, dict) else [state])
+    ]
+    entries += [value for group in optimizer.param_groups for value in group.values()]
+    return sum(entry.nbytes for entry in entries if isinstance(entry, Tensor) and entry.dim() > 0)
 
 
 def _roof(weights: int) -> Callable[[], None]:
