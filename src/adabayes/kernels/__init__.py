@@ -118,7 +118,8 @@ class Plan:
 
     To check all that a kernel relies on would take longer than the kernel itself on small tensors. But while the plan
     keeps the memory of parameters and state alive, a tensor that is the same object at the same address is still in
-    that memory. So this is what is checked of them at each step; the rest only of gradients, which are new every time.
+    that memory. So this is what is checked of them at each step, and the size of parameters, of which a part may have
+    been cut off; the rest only of gradients, which are new every time.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class Plan:
             and all(map(is_, map(state.get, params), self._states))
             and all(all(map(is_, map(entry, self._states), kept)) for entry, kept in self._entries)
             and all(list(map(_address, now)) == then for now, then in zip(self._large, self._addresses))
+            and list(map(_nbytes, params)) == self._nbytes
         )
 
     def step(
