@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-versions lint clean
+.PHONY: bench demo test test-versions sanitize lint clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## train a small network with four optimizers, print a table and draw a picture
@@ -16,8 +16,19 @@ test: $(READY)  ## everything that must hold, in a few minutes
 	$(BIN)/mypy
 	$(BIN)/pytest
 
+bench: $(READY)  ## time a step against torch's optimizers: 1 and 2 threads, 10 minutes
+	$(BIN)/adabayes bench --threads 1
+	$(BIN)/adabayes bench --threads 2
+
 test-versions:  ## the tests under the oldest and the newest torch and Python of pyproject (downloads 6 GB)
 	PYTHON_OLDEST="$(PYTHON_OLDEST)" PYTHON_NEWEST="$(PYTHON_NEWEST)" tests/versions.sh
+
+SANITIZED := -O1 -g -std=c11 -shared -fPIC -pthread -DPLAIN -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover
+sanitize: $(READY)  ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer (gcc; a few minutes)
+	rm -f $(READY)  # the next target builds the real kernels again
+	gcc $(SANITIZED) -o src/adabayes/kernels/_fused.so src/adabayes/kernels/fused.c -lm
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	    $(BIN)/pytest -q -s -p no:cacheprovider tests/test_fused.py tests/test_low_precision.py -k "not compiled"
 
 lint: $(READY)  ## put the code into its form
 	$(BIN)/ruff check --fix .

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from adabayes import AdaBayes
+from adabayes import AdaBayes, kernels
 from adabayes.diagnostics import Observer, regimes
 from tests.conftest import Maker
 
@@ -49,10 +49,22 @@ def assert_equal(whole: nn.Module, sharded: nn.Module) -> None:
         assert torch.equal(p, q.full_tensor())
 
 
-def test_fsdp2_trains_as_one_process_does(make: Maker, foreach: bool) -> None:
+@pytest.mark.parametrize("foreach", [False, True, None], ids=["single", "foreach", "fused"])
+def test_fsdp2_trains_as_one_process_does(make: Maker, foreach: bool | None) -> None:
     whole, sharded = pair()
     for net in (whole, sharded):
-        train(net, make(net.parameters(), weight_decay=0.1, foreach=foreach), range(5))
+        optimizer = make(net.parameters(), weight_decay=0.1, foreach=foreach)
+        train(net, optimizer, range(5))
+        if foreach is None and kernels.unavailable() is None and hasattr(optimizer, "_plans"):
+            assert optimizer._plans  # the kernel took the shards, too
+    assert_equal(whole, sharded)
+
+
+def test_bf16_state_of_shards_is_rounded_as_of_the_whole() -> None:
+    """In one process, where the shard is the whole."""
+    whole, sharded = pair()
+    for net in (whole, sharded):
+        train(net, AdaBayes(net.parameters(), state_dtype=torch.bfloat16), range(5))
     assert_equal(whole, sharded)
 
 

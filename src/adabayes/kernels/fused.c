@@ -19,8 +19,8 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-/* One binary that is fast on every x86-64 machine: the loader picks the best of three. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+/* One binary that is fast on every x86-64 machine: the loader picks the best of three (sanitizers cannot). */
+#if !defined(PLAIN) && defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define HAS_CLONES 1
 #else

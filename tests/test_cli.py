@@ -1,0 +1,87 @@
+"""The command line, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from adabayes import __version__, bench, kernels
+
+
+def adabayes(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "adabayes", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_doctor_tells_versions_and_kernels() -> None:
+    done = adabayes("doctor")
+    assert done.returncode == 0, done.stderr
+    assert f"adabayes      {__version__}" in done.stdout
+    assert torch.__version__ in done.stdout
+    assert (kernels.unavailable() or kernels.instruction_set()) in done.stdout
+
+
+def test_bench_measures_prints_writes_and_draws(tmp_path: Path) -> None:
+    file, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    options = ["--workload", "tiny", "--repeats", "3", "--threads", "1"]
+    names = ["AdaBayes foreach", "AdamW foreach"] + ([] if kernels.unavailable() else ["AdaBayes fused bf16"])
+    chosen = [word for name in names for word in ("--optimizer", name)]
+    done = adabayes("bench", *options, *chosen, "--json", str(file), "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    report = json.loads(file.read_text())
+    assert report["machine"]["torch"] == torch.__version__
+    assert report["settings"]["threads"] == 1
+    rows = {row["optimizer"]: row for row in report["rows"]}
+    assert set(rows) == {bench.BASELINE, *names}
+    assert rows[bench.BASELINE]["ratio"] == 1
+    assert rows[bench.BASELINE]["state_bytes"] == 8
+    if not kernels.unavailable():
+        assert rows["AdaBayes fused bf16"]["state_bytes"] == 4
+        assert rows["AdaBayes fused bf16"]["of_roof"] > 0
+    for name, row in rows.items():
+        assert len(row["seconds"]) == 3
+        assert name in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workload", "resnet"], "unknown workload 'resnet'; there are 'tiny'"),
+        (["--optimizer", "adam"], "unknown optimizer 'adam'; there are 'AdamW fused'"),
+        (["--threads", "0"], "threads 0 and repeats 30 must be at least 1"),
+        (["--json", "no/such/folder/file.json"], "there is no folder"),
+    ],
+)
+def test_bench_refuses_what_it_does_not_know_before_it_measures(arguments: list[str], message: str) -> None:
+    done = adabayes("bench", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_workloads_have_the_sizes_of_the_networks() -> None:
+    def weights(name: str) -> int:
+        return sum(torch.Size(shape).numel() for shape in bench.WORKLOADS[name]())
+
+    assert {name: weights(name) for name in bench.WORKLOADS} == {
+        "tiny": 10_000,
+        "densenet121": 6_956_298,
+        "resnet34": 21_282_122,
+        "one50m": 50_000_000,
+        "gpt2": 124_439_808,
+    }
+
+
+@pytest.mark.parametrize(
+    "name", sorted({"ivon.IVON", "schedulefree.AdamW", "adabound.AdaBound"} & set(bench.optimizers()))
+)
+def test_other_packages_take_part_where_they_are_installed(name: str) -> None:
+    report = bench.run(bench.Settings(("tiny",), (bench.BASELINE, name), threads=1, repeats=2))
+    assert report.rows[1].optimizer == name
+    assert report.rows[1].milliseconds > 0
