@@ -1,10 +1,10 @@
 """Times optimizer steps, ours and torch's, on the parameter lists of real networks.
 
-All optimizers of a workload live in one process and take their steps in random order, so that what the machine does
-meanwhile hits all alike: compare ratios, not milliseconds. What is timed is the whole of optimizer.step(), with hooks,
-groups and checks. GB/s counts each array that a step must read or write once; "of roof" is that over the speed of a
-plain loop that reads four fp32 arrays and writes three of them, measured among the steps. Packages adabound, ivon and
-schedulefree take part where they are installed.
+Up to five optimizers live in one process, with torch's fused AdamW always among them, and take their steps in random
+order, so that what the machine does meanwhile hits all alike: compare ratios, not milliseconds. What is timed is the
+whole of optimizer.step(), with hooks, groups and checks. GB/s counts each array that a step must read or write once; "of
+roof" is that over the speed of a plain loop that reads four fp32 arrays and writes three of them, measured among the
+steps. Packages adabound, ivon and schedulefree take part where they are installed.
 """
 
 from __future__ import annotations
@@ -274,13 +274,27 @@ def run(settings: Settings) -> Report:
     threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
-        rows = [row for workload in settings.workloads for row in _measure(workload, settings)]
+        rows = [
+            row
+            for workload in settings.workloads
+            for names in _portions(workload, settings.optimizers)
+            for row in _measure(workload, names, settings.repeats)
+        ]
     finally:
         torch.set_num_threads(threads)
-    return Report(settings, _machine(), tuple(rows))
+    return Report(settings, _machine(), tuple({(row.workload, row.optimizer): row for row in rows}.values()))
 
 
-def _measure(workload: str, settings: Settings) -> Iterator[Row]:
+def _portions(workload: str, names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The optimizers that are in memory together, at most 5 at a time or 8 GB; fused AdamW is always among them."""
+    weights = sum(torch.Size(shape).numel() for shape in WORKLOADS[workload]())
+    others = [name for name in names if name != BASELINE]
+    size = max(1, min(5, int(8e9 / (12 * weights))))
+    for i in range(0, max(1, len(others)), size):
+        yield (BASELINE, *others[i : i + size])
+
+
+def _measure(workload: str, names: tuple[str, ...], repeats: int) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(0)
     shapes = WORKLOADS[workload]()
     start = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -289,7 +303,7 @@ def _measure(workload: str, settings: Settings) -> Iterator[Row]:
     makers = optimizers()
     steps: dict[str, Callable[[], Any]] = {}
     made: dict[str, torch.optim.Optimizer] = {}
-    for name in settings.optimizers:
+    for name in names:
         params = [p.clone().requires_grad_() for p in start]
         for p, g in zip(params, grads):
             p.grad = g
@@ -307,7 +321,7 @@ def _measure(workload: str, settings: Settings) -> Iterator[Row]:
     gc.collect()
     gc.disable()
     try:
-        for _ in _progress(range(settings.repeats), workload):
+        for _ in _progress(range(repeats), workload):
             shuffler.shuffle(order)
             for name in order:
                 started = time.perf_counter()
@@ -318,7 +332,7 @@ def _measure(workload: str, settings: Settings) -> Iterator[Row]:
 
     baseline = statistics.median(taken[BASELINE])
     roof = 28 * weights / statistics.median(taken[ROOF]) / 1e9 if ROOF in taken else None
-    for name in settings.optimizers:
+    for name in names:
         median = statistics.median(taken[name])
         low, _, high = statistics.quantiles(taken[name], n=4) if len(taken[name]) > 1 else (median,) * 3
         state = _state_bytes(made[name]) / weights

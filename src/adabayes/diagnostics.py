@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from adabayes.filtering import drift, fixed_point
-from adabayes.optim._base import real_views
+from adabayes.optim._base import local, real_views
 from adabayes.optim._rates import TwoRateOptimizer
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) ->
     rows: list[Regime] = []
     samples: list[tuple[Tensor, float]] = []  # effective learning rates, and how many weights each stands for
     for name, p, group in _named(two_rates, model):
-        gain = _local(two_rates._relative_gain(group, two_rates.state[p])).flatten()
+        gain = local(two_rates._relative_gain(group, two_rates.state[p])).flatten()
         count = gain.numel()
         if count == 0:
             continue
@@ -204,7 +204,7 @@ class Observer:
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                (grad,) = real_views(_local(p.grad))
+                (grad,) = real_views(local(p.grad))
                 if grad.numel() == 0:
                     continue
                 if p not in self._tracked:
@@ -222,7 +222,7 @@ class Observer:
                 lr = group["base_lr"] * schedule
                 adam_lr = lr / tracked.mean_square().sqrt()
                 lr_sgd = group["lr_sgd"] * schedule
-                gain = tracked.take(_local(self._optimizer._relative_gain(group, self._optimizer.state[p])))
+                gain = tracked.take(local(self._optimizer._relative_gain(group, self._optimizer.state[p])))
                 found.append(Points(name, adam_lr, gain.double() * lr_sgd, lr, lr_sgd))
         return found
 
@@ -325,11 +325,6 @@ def _named(optimizer: TwoRateOptimizer, model: nn.Module | None) -> Iterator[tup
         for j, (p, name) in enumerate(zip(group["params"], given)):
             if p in optimizer.state:
                 yield of_model.get(p) or name or f"group {i}, parameter {j}", p, group
-
-
-def _local(t: Tensor) -> Tensor:
-    """Of a tensor that is sharded over processes, the part that is here."""
-    return t.to_local() if hasattr(t, "to_local") else t
 
 
 def _quantiles(samples: list[tuple[Tensor, float]]) -> tuple[float, ...]:

@@ -155,11 +155,16 @@ class Plan:
         return (
             len(params) == len(self.params)
             and all(map(is_, params, self.params))
-            and all(map(is_, map(state.get, params), self._states))
+            and self._same_states(params, state)
             and all(all(map(is_, map(entry, self._states), kept)) for entry, kept in self._entries)
             and all(list(map(_address, now)) == then for now, then in zip(self._large, self._addresses))
             and list(map(_nbytes, params)) == self._nbytes
         )
+
+    def _same_states(self, params: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
+        if len(state) == len(params) and all(map(is_, state, params)):  # which is faster than to look them up
+            return all(map(is_, state.values(), self._states))
+        return all(map(is_, map(state.get, params), self._states))
 
     def step(
         self, function: str, grads: Sequence[Tensor], coefficients: ctypes.Structure, seed: int, round_params: bool

@@ -298,6 +298,11 @@ def real_views(*tensors: Tensor) -> list[Tensor]:
     return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
 
 
+def local(t: Tensor) -> Tensor:
+    """Of a tensor that is sharded over processes, the part that is here."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
 def count_step_(steps: list[Tensor]) -> None:
     if not torch.compiler.is_compiling() and steps[0].is_cpu:
         # One wrapped number for all, instead of one each (as in torch.optim).

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adabayes import kernels
-from adabayes.optim._base import USUAL_LR, BaseOptimizer, Group, as_float, check_choice, check_range
+from adabayes.optim._base import USUAL_LR, BaseOptimizer, Group, as_float, check_choice, check_range, local
 from adabayes.optim._rounding import Rounding
 
 RATIO = 100.0  # lr_sgd / lr in the paper
@@ -107,9 +107,9 @@ class TwoRateOptimizer(BaseOptimizer):
 
     def _fused_step(self, group: Group) -> bool:
         """Take the step with a kernel, if there is one for all tensors of the group."""
-        if group["fused"] is False or group["foreach"] is not None:
-            return False
         if torch.compiler.is_compiling() or group["differentiable"] or group["capturable"] or kernels.unavailable():
+            return False
+        if not group["fused"] and (group["fused"] is False or group["foreach"] is not None):
             return False
         params = group["params"]
         grads = [p.grad for p in params]
@@ -118,19 +118,15 @@ class TwoRateOptimizer(BaseOptimizer):
             grads = [grad for grad in grads if grad is not None]
         if not params:
             return True
-        state: Any = self.state
         plan = self._plans.get(id(group))
-        if plan is None or not plan.holds(params, state):
+        if plan is None or not plan.holds(params, self.state):
             self._plans.pop(id(group), None)
             ordinals = self._ordinals(group, params)
             self._init_group(group, [], [], [])  # makes the state that is not there yet
-            if hasattr(params[0], "to_local"):  # DTensor: each process steps its own shard
-                state = {p: {name: _local(entry) for name, entry in self.state[p].items()} for p in params}
-                shards = [[_local(t) for t in tensors] for tensors in (params, grads)]
-                states = [state[p] for p in params]
-                params, grads = shards
-            else:
-                states = [state[p] for p in params]
+            states = [self.state[p] for p in params]
+            if hasattr(params[0], "to_local"):  # DTensor: each process steps its own shard, planned for anew each time
+                states = [{name: local(entry) for name, entry in state.items()} for state in states]
+                params, grads = ([local(t) for t in tensors] for tensors in (params, grads))
             if reason := kernels.unfit(params, states, self._buffers):
                 if group["fused"]:
                     raise RuntimeError(f"fused=True: {reason}. Leave `fused` out, and foreach is taken.")
@@ -185,7 +181,3 @@ def _dtype_name(dtype: Any) -> str | None:
     if dtype == torch.bfloat16:
         return "bfloat16"
     raise ValueError(f"Invalid state_dtype: {dtype!r}. It must be None (fp32, or float64) or torch.bfloat16.")
-
-
-def _local(t: Tensor) -> Tensor:
-    return t.to_local() if hasattr(t, "to_local") else t

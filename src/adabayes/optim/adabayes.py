@@ -222,8 +222,8 @@ class AdaBayes(TwoRateOptimizer):
         )
 
     def _fused_step(self, group: Group) -> bool:
-        if group["dynamics"] == "paper" and as_float(group["lr"]) == 0:
-            return False  # the functional form does nothing but make state
+        if torch.compiler.is_compiling() or (group["dynamics"] == "paper" and as_float(group["lr"]) == 0):
+            return False  # at lr = 0, there is nothing to do but make state
         taken = super()._fused_step(group)
         plan = self._plans.get(id(group))
         if taken and plan is not None and any(plan.may_sleep):
