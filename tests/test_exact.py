@@ -48,7 +48,8 @@ def test_filter_starts_at_the_fixed_point_of_the_first_gradient(g: float, foreac
         assert gain == pytest.approx(f.fixed_point(g * g, LR, LR_SGD), rel=0.06)
 
 
-def test_each_weight_starts_at_its_own_first_gradient(foreach: bool) -> None:
+@pytest.mark.parametrize("foreach", [False, True, None], ids=["single", "foreach", "fused"])
+def test_each_weight_starts_at_its_own_first_gradient(foreach: bool | None) -> None:
     """As the rows of an embedding do: what has had no gradient yet waits, however long."""
     optimizer = AdaBayes([zeros(3)], LR, LR_SGD, BATCH, foreach=foreach)
     first = step(optimizer, [1.0, 0.0, 0.0])
@@ -110,14 +111,16 @@ def test_lr_zero_moves_nothing_at_any_time(dynamics: str, foreach: bool) -> None
         assert torch.equal(optimizer.effective_lr(w), zeros(3)) == (lr == 0)
 
 
-def test_state_put_back_to_zero_in_place_begins_anew(foreach: bool) -> None:
+@pytest.mark.parametrize("foreach", [False, True, None], ids=["single", "foreach", "fused"])
+def test_state_put_back_to_zero_in_place_begins_anew(foreach: bool | None) -> None:
     w = zeros(2)
     optimizer = AdaBayes([w], LR, LR_SGD, BATCH, foreach=foreach)
     for _ in range(10):
         step(optimizer, [1.0, 1.0])
     for entry in optimizer.state[w].values():
         entry.zero_()
-    assert step(optimizer, [1e-3, 0.3]).tolist() == pytest.approx([after_start(1e-3), after_start(0.3)], rel=1e-12)
+    assert step(optimizer, [1e-3, 0.0]).tolist() == pytest.approx([after_start(1e-3), 0.0], rel=1e-12)
+    assert step(optimizer, [1e-3, 0.3])[1].item() == pytest.approx(after_start(0.3), rel=1e-12)
 
 
 def test_a_gradient_too_large_to_square_is_no_new_beginning(foreach: bool) -> None:

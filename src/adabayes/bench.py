@@ -2,9 +2,9 @@
 
 Up to five optimizers live in one process, with torch's fused AdamW always among them, and take their steps in random
 order, so that what the machine does meanwhile hits all alike: compare ratios, not milliseconds. What is timed is the
-whole of optimizer.step(), with hooks, groups and checks. GB/s counts each array that a step must read or write once; "of
-roof" is that over the speed of a plain loop that reads four fp32 arrays and writes three of them, measured among the
-steps. Packages adabound, ivon and schedulefree take part where they are installed.
+whole of optimizer.step(), with hooks, groups and checks. GB/s counts each array that a step must read or write once;
+"of roof" is that over the speed of a plain loop that reads four fp32 arrays and writes three of them, measured among
+the steps. Packages adabound, ivon and schedulefree take part where they are installed.
 """
 
 from __future__ import annotations

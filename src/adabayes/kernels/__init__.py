@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter, is_, itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,11 +129,14 @@ class Plan:
         states: Sequence[dict[str, Tensor]],
         names: tuple[str, str],
         ordinals: Sequence[int],
+        may_sleep: bool,
     ) -> None:
         self.params = params
         self.exp_avgs, self.seconds, self.steps = ([state[name] for state in states] for name in (*names, "step"))
         self.dtypes = (params[0].dtype, self.seconds[0].dtype)
-        self.may_sleep: Sequence[bool] = ()  # of each tensor; AdaBayes only
+        # AdaBayes only: where weights may have had no gradient yet, and in which tensors that is anywhere at all.
+        self.asleep: list[Any] = [True] * len(params)
+        self.drowsy = list(range(len(params))) if may_sleep else []
         self._states = states
         self._entries = tuple(zip(map(itemgetter, (*names, "step")), (self.exp_avgs, self.seconds, self.steps)))
         self._large = (params, self.exp_avgs, self.seconds)
@@ -172,7 +176,8 @@ class Plan:
         """Take a step. The plan must hold, and take the gradients."""
         library = _load()
         assert not isinstance(library, str)
-        at_grads, may_sleep = array("Q", map(_address, grads)), array("B", self.may_sleep)
+        at_grads = array("Q", map(_address, grads))
+        asleep = array("B", [where is True for where in self.asleep]) if self.drowsy else None
         at_params, at_exp_avgs, at_seconds, at_steps, numels, ordinals = (a.buffer_info()[0] for a in self._arrays)
         tensors = _Tensors(
             count=len(grads),
@@ -182,7 +187,7 @@ class Plan:
             states=at_seconds,
             steps=at_steps,
             numels=numels,
-            asleep=may_sleep.buffer_info()[0] if may_sleep else None,
+            asleep=asleep.buffer_info()[0] if asleep else None,
             ordinals=ordinals,
             param_type=DTYPES[self.dtypes[0]],
             state_type=DTYPES[self.dtypes[1]],
@@ -211,7 +216,7 @@ class Plan:
 def stream(*arrays: Tensor) -> None:
     """Add the second of four fp32 arrays to the others: what a step at the speed of memory would take."""
     p, g, m, s = arrays
-    plan = Plan([p], [{"m": m, "s": s, "step": torch.zeros(())}], ("m", "s"), [0])
+    plan = Plan([p], [{"m": m, "s": s, "step": torch.zeros(())}], ("m", "s"), [0], may_sleep=False)
     plan.step("adabayes_stream", [g], AdaBayesFPCoefficients(), seed=0, round_params=False)
 
 

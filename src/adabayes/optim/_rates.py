@@ -131,7 +131,9 @@ class TwoRateOptimizer(BaseOptimizer):
                 if group["fused"]:
                     raise RuntimeError(f"fused=True: {reason}. Leave `fused` out, and foreach is taken.")
                 return False
-            plan = self._plans[id(group)] = self._plan(params, states, ordinals)
+            plan = self._plans[id(group)] = kernels.Plan(
+                params, states, self._buffers, ordinals, may_sleep="gain" in self._buffers
+            )
         if not plan.takes(grads):
             self._init_group(group, [], [], [])  # refuses sparse gradients
             grads = plan.laid_out(grads)
@@ -139,14 +141,12 @@ class TwoRateOptimizer(BaseOptimizer):
         if found_inf is not None and found_inf.item():
             return True
         scale = getattr(self, "grad_scale", None)
-        coefficients = self._coefficients(group, 1.0 if scale is None else 1.0 / as_float(scale))
-        plan.step(self._kernel, grads, coefficients, group["seed"], group["stochastic_rounding"])
+        self._run_kernel(plan, grads, group, 1.0 if scale is None else 1.0 / as_float(scale))
         return True
 
-    def _plan(
-        self, params: Sequence[Tensor], states: Sequence[dict[str, Tensor]], ordinals: Sequence[int]
-    ) -> kernels.Plan:
-        return kernels.Plan(params, states, self._buffers, ordinals)
+    def _run_kernel(self, plan: kernels.Plan, grads: Sequence[Tensor], group: Group, unscale: float) -> None:
+        coefficients = self._coefficients(group, unscale)
+        plan.step(self._kernel, grads, coefficients, group["seed"], group["stochastic_rounding"])
 
     # What diagnostics ask
 

@@ -181,33 +181,20 @@ class AdaBayes(TwoRateOptimizer):
             capturable=group["capturable"],
             differentiable=group["differentiable"],
             has_complex=has_complex,
-            lr=group["lr"],
-            lr_sgd=group["lr_sgd"],
-            base_lr=group["base_lr"],
-            batch_size=group["batch_size"],
-            beta1=group["betas"][0],
-            weight_decay=group["weight_decay"],
-            dynamics=group["dynamics"],
-            reduction=group["reduction"],
-            maximize=group["maximize"],
+            **self._numbers(group),
             asleep=self._sleepers.among(gains, steps) if eager else None,
             rounding=self._rounding(group, params),
         )
         if eager:
             self._sleepers.look(gains, steps)
 
+    @staticmethod
+    def _numbers(group: Group) -> dict[str, Any]:
+        names = ("lr", "lr_sgd", "base_lr", "batch_size", "weight_decay", "dynamics", "reduction", "maximize")
+        return {**{name: group[name] for name in names}, "beta1": group["betas"][0]}
+
     def _coefficients(self, group: Group, unscale: float) -> kernels.AdaBayesCoefficients:
-        c = _coefficients(
-            lr=as_float(group["lr"]),
-            lr_sgd=group["lr_sgd"],
-            base_lr=group["base_lr"],
-            batch_size=group["batch_size"],
-            beta1=group["betas"][0],
-            weight_decay=group["weight_decay"],
-            dynamics=group["dynamics"],
-            reduction=group["reduction"],
-            maximize=group["maximize"],
-        )
+        c = _coefficients(**{**self._numbers(group), "lr": as_float(group["lr"])})
         stationary = as_float(c.stationary)
         return kernels.AdaBayesCoefficients(
             unscale=unscale,
@@ -224,21 +211,31 @@ class AdaBayes(TwoRateOptimizer):
     def _fused_step(self, group: Group) -> bool:
         if torch.compiler.is_compiling() or (group["dynamics"] == "paper" and as_float(group["lr"]) == 0):
             return False  # at lr = 0, there is nothing to do but make state
-        taken = super()._fused_step(group)
-        plan = self._plans.get(id(group))
-        if taken and plan is not None and any(plan.may_sleep):
-            self._sleepers.look(plan.seconds, plan.steps)
-            plan.may_sleep = [where is not False for where in self._sleepers.among(plan.seconds, plan.steps)]
-            if not any(plan.may_sleep):
-                plan.may_sleep = ()
-        return taken
+        return super()._fused_step(group)
 
-    def _plan(
-        self, params: Sequence[Tensor], states: Sequence[dict[str, Tensor]], ordinals: Sequence[int]
-    ) -> kernels.Plan:
-        plan = super()._plan(params, states, ordinals)
-        plan.may_sleep = [True] * len(params)
-        return plan
+    def _run_kernel(self, plan: kernels.Plan, grads: Sequence[Tensor], group: Group, unscale: float) -> None:
+        # The kernel begins filters where any may sleep; a known few are begun here, and cost it nothing.
+        still_asleep = []
+        for i in plan.drowsy:
+            where, gain = plan.asleep[i], plan.seconds[i]
+            if isinstance(where, tuple):
+                wide = torch.promote_types(gain.dtype, torch.float32)
+                few = [t[where].to(wide) for t in (gain, grads[i], plan.exp_avgs[i])]
+                c = _coefficients(**{**self._numbers(group), "lr": as_float(group["lr"])}, unscale=unscale)
+                begun, mask = _begin(few[0], few[1], few[2], c)
+                gain[where] = begun.to(gain.dtype)
+                if mask is not None:
+                    still_asleep.append((gain, tuple(index[mask] for index in where)))
+        super()._run_kernel(plan, grads, group, unscale)
+        for gain, where in still_asleep:
+            gain[where] = 0
+        if plan.steps[0].item() == 1:  # the first, or its state was put back to zero, in place
+            plan.drowsy = list(range(len(plan.params)))
+        if plan.drowsy:
+            self._sleepers.look([plan.seconds[i] for i in plan.drowsy], [plan.steps[i] for i in plan.drowsy])
+            for i in plan.drowsy:
+                plan.asleep[i] = self._sleepers.known(plan.seconds[i])
+            plan.drowsy = [i for i in plan.drowsy if plan.asleep[i] is not False]
 
     def _relative_gain(self, group: Group, state: dict[str, Any]) -> Tensor:
         (gain,) = real_views(state["gain"])
@@ -314,12 +311,13 @@ def _coefficients(
     dynamics: str,
     reduction: str,
     maximize: bool,
+    unscale: float = 1.0,
 ) -> _Coefficients:
-    """The numbers of a step from the hyperparameters."""
+    """The numbers of a step from the hyperparameters, and GradScaler's."""
     exact = dynamics == "exact"
     schedule = lr / base_lr
     # What turns the gradient given into that of the mean loss, in whose units the gain is a learning rate.
-    to_mean = 1.0 if reduction == "mean" else 1.0 / batch_size
+    to_mean = unscale if reduction == "mean" else unscale / batch_size
     k = drift(base_lr, lr_sgd, batch_size)
     if exact:
         flow = ornstein_uhlenbeck(k, lr_sgd)
@@ -497,18 +495,18 @@ class _Sleepers:
 
     def among(self, gains: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Asleep]:
         # State that was put back to zero, in place, begins anew.
-        return [self._known(gain) if step.item() > 0 else True for gain, step in zip(gains, steps)]
+        return [self.known(gain) if step.item() > 0 else True for gain, step in zip(gains, steps)]
 
-    def _known(self, gain: Tensor) -> Asleep:
+    def known(self, gain: Tensor) -> Asleep:
         found = self._found.get(id(gain))
         return found[1] if found and found[0]() is gain else True
 
     def look(self, gains: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
         for gain, step_t in zip(gains, steps):
-            if self._known(gain) is False or type(gain) is not Tensor or gain.is_meta:
+            if type(gain) is not Tensor or gain.is_meta:
                 continue
             step = int(step_t)
-            if step & (step - 1) == 0:
+            if step == 1 or (step & (step - 1) == 0 and self.known(gain) is not False):
                 gone = partial(self._forget, id(gain))
                 self._found[id(gain)] = (weakref.ref(gain, gone), _zeros(*real_views(gain)))
 
