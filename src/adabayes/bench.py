@@ -301,6 +301,8 @@ def _measure(workload: str, names: tuple[str, ...], repeats: int) -> Iterator[Ro
     shapes = WORKLOADS[workload]()
     start = [torch.randn(shape, generator=generator) for shape in shapes]
     grads = [0.01 * torch.randn(shape, generator=generator) for shape in shapes]
+    for g in grads:
+        g[g == 0] = 1e-3  # no dead weights, of which random numbers would make one in ten million
     weights = sum(p.numel() for p in start)
     makers = optimizers()
     steps: dict[str, Callable[[], Any]] = {}
