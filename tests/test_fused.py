@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import shutil
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,6 +127,34 @@ def test_every_number_of_threads_gives_the_same_bits(
         results.append(optimizer)
     for other in results[1:]:
         assert_same(results[0], other)
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_every_instruction_set_gives_the_same_bits(
+    variant: dict[str, Any],
+    dtype: torch.dtype,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The best that this machine has, against what every machine of its kind has, with another optimisation level."""
+    plain = tmp_path_factory.getbasetemp() / "plain.so"
+    if not plain.exists():
+        source = kernels.LIBRARY.with_name("fused.c")
+        flags = ["-O1", "-std=c11", "-shared", "-fPIC", "-pthread", "-DPLAIN", "-ffp-contract=off"]
+        subprocess.run(["gcc", *flags, "-o", plain, source, "-lm"], check=True)
+    results = []
+    for library in (kernels._load(), ctypes.CDLL(str(plain))):
+        monkeypatch.setattr(kernels, "_load", lambda library=library: library)
+        params = [torch.linspace(-1, 1, n).to(dtype) for n in (1, 17, 1000)]
+        state_dtype = None if dtype == torch.float64 else torch.bfloat16
+        optimizer = make(variant, params, fused=True, state_dtype=state_dtype, stochastic_rounding=True)
+        for t in range(4):
+            set_gradients(params, t, missing=False)
+            optimizer.step()
+        results.append(optimizer)
+    assert_same(*results)
 
 
 @CLASSES
