@@ -92,8 +92,8 @@ def store_all_(
     steps: list[Tensor],
     capturable: bool,
 ) -> None:
-    """The same for lists, where the values are not already in their places."""
-    apart = [stored for stored in (params, exp_avgs, seconds) if stored[0] is not stored[1]]
+    """The same for lists, where the values are not already in their places: of another dtype, they are copies."""
+    apart = [stored for stored in (params, exp_avgs, seconds) if stored[0][0].dtype != stored[1][0].dtype]
     if rounding is None:
         for targets, values, _ in apart:
             torch._foreach_copy_(targets, values)

@@ -284,5 +284,5 @@ def _multi_tensor_adabound(
         torch._foreach_clamp_max_(lrs, upper)
         torch._foreach_mul_(lrs, m)
         torch._foreach_sub_(p, lrs)
-        if p is not targets:
+        if p[0].dtype != targets[0].dtype:
             torch._foreach_copy_(targets, p)
