@@ -155,23 +155,7 @@ static uint32_t key_of(int64_t seed, int64_t ordinal, float step) {
 #define LOAD_STATE(x) (x)
 #define STORE_STATE(x, random) (x)
 
-#define PARAM_NAME f32
-#define PARAM_C float
-#define LOAD_PARAM(x) (x)
-#define STORE_PARAM(x, random) (x)
-#include "update.h"
-
-#define PARAM_NAME f16
-#define PARAM_C uint16_t
-#define LOAD_PARAM(x) from_f16(x)
-#define STORE_PARAM(x, random) to_f16(x)
-#include "update.h"
-
-#define PARAM_NAME bf16
-#define PARAM_C uint16_t
-#define LOAD_PARAM(x) from_bf16(x)
-#define STORE_PARAM(x, random) to_bf16(x, round_params ? (random) >> 16 : nearest_even(x))
-#include "update.h"
+#include "params.h"
 
 #undef STATE_NAME
 #undef STATE_C
@@ -182,23 +166,7 @@ static uint32_t key_of(int64_t seed, int64_t ordinal, float step) {
 #define LOAD_STATE(x) from_bf16(x)
 #define STORE_STATE(x, random) to_bf16(x, (random) & 0xffffu)
 
-#define PARAM_NAME f32
-#define PARAM_C float
-#define LOAD_PARAM(x) (x)
-#define STORE_PARAM(x, random) (x)
-#include "update.h"
-
-#define PARAM_NAME f16
-#define PARAM_C uint16_t
-#define LOAD_PARAM(x) from_f16(x)
-#define STORE_PARAM(x, random) to_f16(x)
-#include "update.h"
-
-#define PARAM_NAME bf16
-#define PARAM_C uint16_t
-#define LOAD_PARAM(x) from_bf16(x)
-#define STORE_PARAM(x, random) to_bf16(x, round_params ? (random) >> 16 : nearest_even(x))
-#include "update.h"
+#include "params.h"
 
 #undef REAL
 #undef SQRT

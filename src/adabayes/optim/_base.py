@@ -22,7 +22,7 @@ Scalar = float | Tensor
 
 USUAL_LR = 1e-3
 
-# Named differently before torch 2.10; the old name warns on later versions.
+# Named differently in older versions of torch; the old name warns in later ones.
 if hasattr(Optimizer, "_accelerator_graph_capture_health_check"):
     _check_graph_capture = Optimizer._accelerator_graph_capture_health_check
 else:

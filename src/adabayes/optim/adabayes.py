@@ -193,8 +193,11 @@ class AdaBayes(TwoRateOptimizer):
         names = ("lr", "lr_sgd", "base_lr", "batch_size", "weight_decay", "dynamics", "reduction", "maximize")
         return {**{name: group[name] for name in names}, "beta1": group["betas"][0]}
 
+    def _numbers_now(self, group: Group, unscale: float = 1.0) -> _Coefficients:
+        return _coefficients(**{**self._numbers(group), "lr": as_float(group["lr"])}, unscale=unscale)
+
     def _coefficients(self, group: Group, unscale: float) -> kernels.AdaBayesCoefficients:
-        c = _coefficients(**{**self._numbers(group), "lr": as_float(group["lr"])})
+        c = self._numbers_now(group)
         stationary = as_float(c.stationary)
         return kernels.AdaBayesCoefficients(
             unscale=unscale,
@@ -215,20 +218,14 @@ class AdaBayes(TwoRateOptimizer):
 
     def _run_kernel(self, plan: kernels.Plan, grads: Sequence[Tensor], group: Group, unscale: float) -> None:
         # The kernel begins filters where any may sleep; a known few are begun here, and cost it nothing.
-        still_asleep = []
-        for i in plan.drowsy:
-            where, gain = plan.asleep[i], plan.seconds[i]
-            if isinstance(where, tuple):
-                wide = torch.promote_types(gain.dtype, torch.float32)
-                few = [t[where].to(wide) for t in (gain, grads[i], plan.exp_avgs[i])]
-                c = _coefficients(**{**self._numbers(group), "lr": as_float(group["lr"])}, unscale=unscale)
-                begun, mask = _begin(few[0], few[1], few[2], c)
-                gain[where] = begun.to(gain.dtype)
-                if mask is not None:
-                    still_asleep.append((gain, tuple(index[mask] for index in where)))
+        few = [i for i in plan.drowsy if plan.asleep[i] is not True]
+        still_asleep: list[tuple[Tensor, Any]] = []
+        if few:
+            c = self._numbers_now(group, unscale)
+            rows = ((plan.seconds[i], grads[i], plan.exp_avgs[i], plan.asleep[i]) for i in few)
+            still_asleep = [(gain, _begin_(gain, grad, exp_avg, where, c)) for gain, grad, exp_avg, where in rows]
         super()._run_kernel(plan, grads, group, unscale)
-        for gain, where in still_asleep:
-            gain[where] = 0
+        _sleep_on_(still_asleep)
         if plan.steps[0].item() == 1:  # the first, or its state was put back to zero, in place
             plan.drowsy = list(range(len(plan.params)))
         if plan.drowsy:
@@ -450,11 +447,7 @@ def _multi_tensor_adabayes(
             torch._foreach_addcdiv_(p, m, s, step_sizes)
         torch._foreach_reciprocal_(s)
 
-        for gain, where in still_asleep:
-            if isinstance(where, Tensor):
-                gain.masked_fill_(where, 0)
-            elif where is not None:
-                gain[where] = 0
+        _sleep_on_(still_asleep)
         store_all_(
             (targets, p, "param"), (exp_avgs_, m, "exp_avg"), (gains_, s, "second"), rounding, place, steps, capturable
         )
@@ -478,9 +471,19 @@ def _begin_(gain: Tensor, grad: Tensor, exp_avg: Tensor, where: Asleep, c: _Coef
         begun, mask = _begin(gain, grad, exp_avg, c)
         gain.copy_(begun)
         return mask
-    few, mask = _begin(gain[where], grad[where], exp_avg[where], c)
-    gain[where] = few
+    wide = torch.promote_types(gain.dtype, torch.float32)
+    begun, mask = _begin(gain[where].to(wide), grad[where].to(wide), exp_avg[where].to(wide), c)
+    gain[where] = begun.to(gain.dtype)
     return None if mask is None else tuple(index[mask] for index in cast(tuple[Tensor, ...], where))
+
+
+def _sleep_on_(still_asleep: list[tuple[Tensor, Any]]) -> None:
+    """Mark again as asleep what a gradient of zero has left so."""
+    for gain, where in still_asleep:
+        if isinstance(where, Tensor):
+            gain.masked_fill_(where, 0)
+        elif where is not None:
+            gain[where] = 0
 
 
 class _Sleepers:
