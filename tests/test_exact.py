@@ -206,7 +206,8 @@ def test_gain_settles_at_lr_sgd_in_single_precision_however_slow_the_filter() ->
     assert gain.item() == pytest.approx(lr_sgd, rel=1e-6)
 
 
-def test_weights_that_sleep_in_a_large_tensor_start_at_their_first_gradient(foreach: bool) -> None:
+@pytest.mark.parametrize("foreach", [False, True, None], ids=["single", "foreach", "fused"])
+def test_weights_that_sleep_in_a_large_tensor_start_at_their_first_gradient(foreach: bool | None) -> None:
     """Whether they are remembered one by one, because they are few, or not."""
     few, many = zeros(10, 64), zeros(10, 64)
     optimizer = AdaBayes([few, many], LR, LR_SGD, BATCH, foreach=foreach)
