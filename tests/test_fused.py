@@ -287,6 +287,49 @@ def test_storage_that_moves_between_steps_is_followed(cls: type[AdaBayes], move:
 
 
 @CLASSES
+def test_a_view_of_the_same_memory_in_another_order_is_noticed(cls: type[AdaBayes]) -> None:
+    """Same object, address and size; only the strides tell."""
+    torch.manual_seed(0)
+    start, grad = torch.randn(5, 5), torch.randn(5, 5)
+    turned, plain = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizers = [cls([turned]), cls([plain], fused=False)]
+    for t in range(3):
+        for p, optimizer in zip((turned, plain), optimizers):
+            if t == 1:
+                p.data = p.data.t()
+                for name, entry in optimizer.state[p].items():
+                    optimizer.state[p][name] = entry.t()
+            p.grad = grad.clone()
+            optimizer.step()
+    torch.testing.assert_close(turned, plain, rtol=1e-5, atol=1e-7)
+
+
+@CLASSES
+@pytest.mark.parametrize("lend", [lambda o: o.state, lambda o: o.state_dict()["state"]], ids=["state", "state_dict"])
+def test_state_that_was_taken_in_hand_once_is_followed_ever_after(cls: type[AdaBayes], lend: Any) -> None:
+    """Steps trust that state stays in place while nobody else has it: here someone has, and moves it much later."""
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(5))
+    twin = nn.Parameter(w.detach().clone())
+    optimizers = [cls([w]), cls([twin], fused=False)]
+    held: list[dict[str, torch.Tensor]] = []
+    for t in range(8):
+        for p in (w, twin):
+            p.grad = torch.ones(5) * (t + 1)
+        if t == 2:
+            held = [state for optimizer in optimizers for state in lend(optimizer).values()]
+        if t == 5:
+            for state in held:
+                state["exp_avg"].data = torch.zeros(5)
+        if t == 6:
+            for state in held:
+                state["exp_avg"] = torch.ones(5)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(w, twin, rtol=1e-5, atol=1e-7)
+
+
+@CLASSES
 def test_parameters_that_change_size_or_dtype_get_no_wild_writes(cls: type[AdaBayes]) -> None:
     """A smaller parameter at the same address: its gradient tells, and the step is refused as torch would refuse it."""
     w = nn.Parameter(torch.zeros(10))

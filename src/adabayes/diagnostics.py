@@ -112,7 +112,7 @@ def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) ->
     rows: list[Regime] = []
     samples: list[tuple[Tensor, float]] = []  # effective learning rates, and how many weights each stands for
     for name, p, group in _named(two_rates, model):
-        gain = local(two_rates._relative_gain(group, two_rates.state[p])).flatten()
+        gain = local(two_rates._relative_gain(group, two_rates._own_state[p])).flatten()
         count = gain.numel()
         if count == 0:
             continue
@@ -222,7 +222,7 @@ class Observer:
                 lr = group["base_lr"] * schedule
                 adam_lr = lr / tracked.mean_square().sqrt()
                 lr_sgd = group["lr_sgd"] * schedule
-                gain = tracked.take(local(self._optimizer._relative_gain(group, self._optimizer.state[p])))
+                gain = tracked.take(local(self._optimizer._relative_gain(group, self._optimizer._own_state[p])))
                 found.append(Points(name, adam_lr, gain.double() * lr_sgd, lr, lr_sgd))
         return found
 
@@ -323,7 +323,7 @@ def _named(optimizer: TwoRateOptimizer, model: nn.Module | None) -> Iterator[tup
     for i, group in enumerate(optimizer.param_groups):
         given: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
         for j, (p, name) in enumerate(zip(group["params"], given)):
-            if p in optimizer.state:
+            if p in optimizer._own_state:
                 yield of_model.get(p) or name or f"group {i}, parameter {j}", p, group
 
 

@@ -117,10 +117,10 @@ def instruction_set() -> str:
 class Plan:
     """The tensors of a group and their addresses, which hold as long as :meth:`holds` says so.
 
-    To check all that a kernel relies on would take longer than the kernel itself on small tensors. But while the plan
-    keeps the memory of parameters and state alive, a tensor that is the same object at the same address is still in
-    that memory. So this is what is checked of them at each step, and the size of parameters, of which a part may have
-    been cut off; the rest only of gradients, which are new every time.
+    To check all that a kernel relies on would take longer than the kernel itself on small tensors. But the plan keeps
+    the memory of parameters and state alive. So a parameter that is the same object at the same address is still in
+    that memory, and no kernel leaves it while the gradients, which are new every time, have the size that the plan
+    has. And state can only be moved or replaced by someone who has had it in hands.
     """
 
     def __init__(
@@ -139,10 +139,11 @@ class Plan:
         self.drowsy = list(range(len(params))) if may_sleep else []
         self._states = states
         self._entries = tuple(zip(map(itemgetter, (*names, "step")), (self.exp_avgs, self.seconds, self.steps)))
-        self._large = (params, self.exp_avgs, self.seconds)
-        self._addresses = [list(map(_address, tensors)) for tensors in self._large]
-        self._memory = [t.untyped_storage() for tensors in (*self._large, self.steps) for t in tensors]
+        large = (params, self.exp_avgs, self.seconds)
+        self._addresses = [list(map(_address, tensors)) for tensors in large]
+        self._memory = [t.untyped_storage() for tensors in (*large, self.steps) for t in tensors]
         self._contiguous = all(map(_contiguous, params))
+        self._layouts = list(map(_layout, params))
         self._nbytes = list(map(_nbytes, params))
         self._arrays = (
             *(array("Q", addresses) for addresses in self._addresses),
@@ -151,18 +152,26 @@ class Plan:
             array("q", ordinals),
         )
 
-    def holds(self, params: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
-        """Whether the plan is for these parameters and their state, and they are where they were.
+    def holds(self, params: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]] | None, sizes: bool) -> bool:
+        """Whether the plan is for these parameters, and they are where they were; so for their state, if it is given.
 
-        Of step counts it is enough that they are the same objects: nobody moves a single number.
+        Sizes are to be looked at where the plan does not take the gradients, which may then have grown as well.
         """
         return (
             len(params) == len(self.params)
             and all(map(is_, params, self.params))
-            and self._same_states(params, state)
+            and list(map(_address, params)) == self._addresses[0]
+            and (list(map(_layout, params)) == self._layouts if sizes else all(map(_contiguous, params)))
+            and (state is None or self._holds_state(params, state))
+        )
+
+    def _holds_state(self, params: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
+        """Of step counts it is enough that they are the same objects: nobody moves a single number."""
+        return (
+            self._same_states(params, state)
             and all(all(map(is_, map(entry, self._states), kept)) for entry, kept in self._entries)
-            and all(list(map(_address, now)) == then for now, then in zip(self._large, self._addresses))
-            and list(map(_nbytes, params)) == self._nbytes
+            and list(map(_address, self.exp_avgs)) == self._addresses[1]
+            and list(map(_address, self.seconds)) == self._addresses[2]
         )
 
     def _same_states(self, params: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
@@ -176,7 +185,7 @@ class Plan:
         """Take a step. The plan must hold, and take the gradients."""
         library = _load()
         assert not isinstance(library, str)
-        at_grads = array("Q", map(_address, grads))
+        at_grads = array("Q", list(map(_address, grads)))
         asleep = array("B", [where is True for where in self.asleep]) if self.drowsy else None
         at_params, at_exp_avgs, at_seconds, at_steps, numels, ordinals = (a.buffer_info()[0] for a in self._arrays)
         tensors = _Tensors(
@@ -206,10 +215,8 @@ class Plan:
     def laid_out(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Gradients as the plan takes them; copies of those that are not."""
         return [
-            g
-            if g.dtype == p.dtype and g.shape == p.shape and g.stride() == p.stride()
-            else torch.empty_like(p).copy_(g)
-            for g, p in zip(grads, self.params)
+            g if _layout(g) == layout else torch.empty_like(p).copy_(g)
+            for g, p, layout in zip(grads, self.params, self._layouts)
         ]
 
 
@@ -251,6 +258,10 @@ _address: Callable[[Tensor], int] = Tensor.data_ptr
 _numel: Callable[[Tensor], int] = Tensor.numel
 _contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
 _nbytes: Callable[[Tensor], int] = attrgetter("nbytes")
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    return t.dtype, t.shape, t.stride()
 
 
 def _same_dense_layout(p: Tensor, *others: Tensor) -> bool:

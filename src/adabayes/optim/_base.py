@@ -86,6 +86,12 @@ class BaseOptimizer(Optimizer):
 
     # State
 
+    @property
+    def _own_state(self) -> dict[Tensor, dict[str, Any]]:
+        """What ``state`` is to others."""
+        state: dict[Tensor, dict[str, Any]] = self.__dict__["state"]
+        return state
+
     def _buffers_of(self, group: Group) -> tuple[str, ...]:
         return tuple(self._buffers)
 
@@ -108,7 +114,7 @@ class BaseOptimizer(Optimizer):
                     "or give its parameters to torch.optim.SparseAdam."
                 )
             has_complex |= p.is_complex()
-            state = self.state[p]
+            state = self._own_state[p]
             if not state:
                 self._init_state(p, state, group)
             params.append(p)

@@ -28,6 +28,7 @@ class TwoRateOptimizer(BaseOptimizer):
         self._plans: dict[int, kernels.Plan] = {}
         defaults["state_dtype"] = _dtype_name(defaults["state_dtype"])
         super().__init__(params, defaults)
+        self._lent = False
 
     def _complete_group(self, group: Group) -> None:
         if "state_dtype" in group:
@@ -70,6 +71,16 @@ class TwoRateOptimizer(BaseOptimizer):
                 raise RuntimeError(f"fused=True: {reason}. Or leave `fused` out: then foreach is taken.")
 
     # State
+
+    @property  # type: ignore[override]
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """As in torch. Whoever has had it may change it at any time, so from then on every fused step looks it over."""
+        self._lent = True
+        return self._own_state
+
+    @state.setter
+    def state(self, value: dict[Tensor, dict[str, Any]]) -> None:
+        self.__dict__["state"] = value
 
     def _state_dtype(self, p: Tensor, group: Group) -> torch.dtype:
         dtype = super()._state_dtype(p, group)
@@ -119,11 +130,12 @@ class TwoRateOptimizer(BaseOptimizer):
         if not params:
             return True
         plan = self._plans.get(id(group))
-        if plan is None or not plan.holds(params, self.state):
+        taken = plan is not None and plan.takes(grads)
+        if plan is None or not plan.holds(params, self._own_state if self._lent else None, sizes=not taken):
             self._plans.pop(id(group), None)
             ordinals = self._ordinals(group, params)
             self._init_group(group, [], [], [])  # makes the state that is not there yet
-            states = [self.state[p] for p in params]
+            states = [self._own_state[p] for p in params]
             if hasattr(params[0], "to_local"):  # DTensor: each process steps its own shard, planned for anew each time
                 states = [{name: local(entry) for name, entry in state.items()} for state in states]
                 params, grads = ([local(t) for t in tensors] for tensors in (params, grads))
@@ -134,7 +146,8 @@ class TwoRateOptimizer(BaseOptimizer):
             plan = self._plans[id(group)] = kernels.Plan(
                 params, states, self._buffers, ordinals, may_sleep="gain" in self._buffers
             )
-        if not plan.takes(grads):
+            taken = plan.takes(grads)
+        if not taken:
             self._init_group(group, [], [], [])  # refuses sparse gradients
             grads = plan.laid_out(grads)
         found_inf = getattr(self, "found_inf", None)
@@ -158,10 +171,10 @@ class TwoRateOptimizer(BaseOptimizer):
         """
         for group in self.param_groups:
             if any(p is param for p in group["params"]):
-                if param not in self.state:
+                if param not in self._own_state:
                     raise RuntimeError("this parameter has no state yet: take a step with a gradient first")
                 lr_sgd: float = group["lr_sgd"] * self._schedule(group)
-                return self._relative_gain(group, self.state[param]) * lr_sgd
+                return self._relative_gain(group, self._own_state[param]) * lr_sgd
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's")
 
     def _relative_gain(self, group: Group, state: dict[str, Any]) -> Tensor:
