@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from adabayes import AdaBayes, AdaBayesFP, __version__, kernels
+from adabayes._machine import processor
 
 Shapes = list[tuple[int, ...]]
 Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -384,15 +385,8 @@ def _progress(iterable: range, workload: str) -> Iterator[int]:
 
 
 def _machine() -> dict[str, str]:
-    processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        processor = f"{names[0]} ({len(names)} cores)" if names else processor
     return {
-        "processor": processor,
+        "processor": processor(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,

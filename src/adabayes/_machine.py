@@ -1,0 +1,17 @@
+"""What to say about the machine that something was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+
+def processor() -> str:
+    """Its name, and how many cores there are to use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
