@@ -1,12 +1,15 @@
-"""The command line: ``adabayes doctor`` and ``adabayes bench``."""
+"""The command line."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import platform
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,7 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios to FILE (needs matplotlib)")
     command.set_defaults(run=lambda args: run_bench(command, args))
 
+    _add_lab(commands)
+
     args = parser.parse_args(arguments)
+    args.command = shlex.join(["adabayes", *(sys.argv[1:] if arguments is None else arguments)])
     args.run(args)
 
 
@@ -84,3 +90,129 @@ def run_bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
     if args.plot:
         report.plot(args.plot)
         print(f"drawn to {args.plot}")
+
+
+# The lab
+
+
+def _add_lab(commands: Any) -> None:
+    """Its commands; what they do is imported only when they are given."""
+    reproduce = _command(
+        commands,
+        "reproduce",
+        "run the paper's comparison, or one of your own",
+        """Trains every optimizer of a protocol with every seed, and prints a table in the form of the paper's.
+
+  adabayes reproduce                                    digits, nine optimizers: three minutes, no download
+  adabayes reproduce --protocol mini --dataset cifar10  the paper's protocol at the size of a CPU
+  adabayes reproduce --protocol paper --device cuda     the paper's
+  adabayes reproduce --protocol mine.toml               your own: copy one of the package's, or extend it
+
+Give the same command again to go on after Ctrl-C, a crash or a full disk: what is done stays done, and the rest ends as
+if nothing had happened, bit for bit. Results are in --out: results.csv, results.json, and a folder for each run.""",
+    )
+    _add_protocol(reproduce)
+    reproduce.add_argument("--optimizers", type=_names, metavar="A,B,...", help="of the protocol's (default: all)")
+    reproduce.add_argument("--seeds", type=int, metavar="N", help="0 to N-1 (default: the protocol's)")
+    reproduce.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs at a time; the cores are shared out (default: 1)"
+    )
+    reproduce.add_argument("--dry-run", action="store_true", help="list the runs and estimate their time; train nothing")
+    _add_training(reproduce)
+
+    train = _command(
+        commands,
+        "train",
+        "one run",
+        """Trains one optimizer with one seed.
+
+  adabayes train --optimizer adabayes
+  adabayes train --optimizer adabayes --set lr=0.01 --set lr_sgd=1.0 --epochs 5""",
+    )
+    _add_protocol(train)
+    train.add_argument("--optimizer", required=True, metavar="NAME", help="one of the protocol's, as adabayes or sgd")
+    train.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
+    train.add_argument("--set", action="append", metavar="NAME=VALUE", help="a setting of the optimizer; may be repeated")
+    _add_training(train)
+
+    tune = _command(
+        commands,
+        "tune",
+        "find good settings, with the same effort for every optimizer",
+        """Gives every optimizer of a protocol the same number of trials over its own search space (the protocol's
+`search` entries), with Optuna's quasi-random sampler and median pruner, judged on a tenth of the training data that is
+held out; the test set is not touched. Writes tuned.toml, a protocol with the winners, and tune.png, which shows how
+sensitive each optimizer is. The same command goes on where it was stopped; a larger budget adds trials.
+
+  adabayes tune --budget 8 --optimizers sgd,adamw,adabayes
+  adabayes reproduce --protocol out/quick-tuning/tuned.toml""",
+    )
+    _add_protocol(tune)
+    tune.add_argument("--optimizers", type=_names, metavar="A,B,...", help="of the protocol's (default: all)")
+    tune.add_argument("--budget", type=int, required=True, metavar="N", help="trials of each optimizer")
+
+    runs = _command(commands, "runs", "what is done, running, missing, failed", "Lists the runs of a folder.")
+    runs.add_argument("folder", type=Path, metavar="DIR", help="what was --out, like out/quick")
+
+    data = commands.add_parser("data", help="data sets: list, fetch, verify", description="Data sets that come in files.")
+    actions = data.add_subparsers(title="commands", required=True)
+    for name, text in (
+        ("list", "what there is, and where"),
+        ("fetch", "download, and go on where a download broke off; nothing is opened before its checksum is right"),
+        ("verify", "check all files against the checksums that the authors publish"),
+    ):
+        action = _command(actions, name, text, text.capitalize() + ".", f"data_{name}")
+        if name != "list":
+            action.add_argument("names", nargs="+", metavar="NAME", help="cifar10, cifar100, fashion-mnist, mnist")
+        _add_data(action)
+
+
+def _command(commands: Any, name: str, short: str, long: str, function: str | None = None) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=short, description=long, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.set_defaults(run=lambda args: _run_lab(parser, function or name, args))
+    return parser
+
+
+def _run_lab(parser: argparse.ArgumentParser, function: str, args: argparse.Namespace) -> None:
+    try:
+        act: Callable[[argparse.Namespace], int] = getattr(importlib.import_module("adabayes.lab.commands"), function)
+    except ImportError as error:
+        parser.exit(1, f"{error}\nThe lab needs more than the optimizers do: pip install 'adabayes[lab]'\n")
+    try:
+        code = act(args)
+    except (ValueError, OSError, ImportError) as error:  # what the user can mend
+        parser.exit(1, f"adabayes: {error}\n")
+    sys.exit(code)
+
+
+def _add_protocol(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--protocol", default="quick", metavar="NAME|FILE", help="quick, mini, paper, text, or a TOML file (default: quick)"
+    )
+    parser.add_argument("--dataset", type=_names, metavar="NAME", help="in place of the protocol's; several with commas")
+    parser.add_argument("--model", type=_names, metavar="NAME", help="in place of the protocol's; several with commas")
+    parser.add_argument("--epochs", type=int, metavar="N", help="(default: the protocol's)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: out/PROTOCOL)")
+    _add_data(parser)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="folder of data sets (default: $ADABAYES_DATA, or the user's cache)"
+    )
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, mps, ... (default: cpu)")
+    parser.add_argument("--autocast", choices=("bfloat16", "float16"), help="mixed precision (slow on most CPUs)")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument("--no-channels-last", action="store_true", help="keep images in torch's usual layout")
+    parser.add_argument(
+        "--validation", type=float, metavar="SHARE", help="test on this share of the training data, not on the test set"
+    )
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

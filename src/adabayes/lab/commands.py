@@ -1,0 +1,236 @@
+"""What the lab's commands do; :mod:`adabayes.cli` has their options."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from adabayes.lab import data, files, protocol, results, sweep
+from adabayes.lab.display import Display
+from adabayes.lab.protocol import Protocol, ProtocolError, Spec
+from adabayes.lab.store import RunFolder
+from adabayes.lab.training import Interrupted
+
+
+def reproduce(args: argparse.Namespace) -> int:
+    chosen = _chosen(args).narrowed(args.dataset, args.model, args.optimizers, args.seeds, args.epochs)
+    out = _out(args, chosen)
+    specs = chosen.runs(**_options(args))
+    if args.dry_run:
+        return _dry_run(specs, out, args.data)
+    return _sweep(chosen, specs, out, args)
+
+
+def train(args: argparse.Namespace) -> int:
+    chosen = _chosen(args).narrowed(args.dataset, args.model, [args.optimizer], None, args.epochs)
+    if len(chosen.datasets) > 1 or len(chosen.models) > 1:
+        raise ProtocolError(
+            f"one run has one data set and one model; protocol {chosen.name} has {', '.join(chosen.datasets)} and "
+            f"{', '.join(chosen.models)}: choose with --dataset and --model"
+        )
+    optimizer = chosen.optimizers[args.optimizer]
+    settings = optimizer.settings_for(chosen.models[0]) | dict(map(_setting, args.set or ()))
+    optimizer = replace(optimizer, settings=settings, of_models={})
+    spec = chosen.spec(chosen.datasets[0], chosen.models[0], optimizer, args.seed, **_options(args))
+    return _sweep(chosen, [spec], _out(args, chosen), args)
+
+
+def runs(args: argparse.Namespace) -> int:
+    specs = sweep.noted(args.folder)
+    if not specs:
+        raise ProtocolError(f"there are no runs in {args.folder}; give what was --out of reproduce or train")
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "status", "epochs", "test error %", "why"):
+        table.add_column(name, justify="right" if name in ("epochs", "test error %") else "left")
+    rows = results.collect(specs, args.folder)
+    for spec, row in zip(specs, rows):
+        error = "" if row.final_test_error is None else f"{row.final_test_error:.2f}"
+        table.add_row(str(spec), row.status, f"{row.epochs}/{spec.epochs}", error, row.error or "")
+    console = Console()
+    console.print(table)
+    statuses = [row.status for row in rows]
+    console.print(", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses)))
+    return 0
+
+
+def tune(args: argparse.Namespace) -> int:
+    from adabayes.lab import tuning
+
+    chosen = _chosen(args).narrowed(args.dataset, args.model, args.optimizers, None, args.epochs)
+    if args.budget < 1:
+        raise ProtocolError(f"--budget {args.budget}: there must be at least one trial of each optimizer")
+    out = args.out or Path("out") / f"{chosen.name}-tuning"
+    trials = args.budget * len(chosen.optimizers)
+    stop = sweep.Stop()
+    stop.on_signals()
+    try:
+        with Display(trials, trials * chosen.epochs) as display:
+            found = tuning.tune(
+                chosen, args.budget, out, lambda: data.load(chosen.datasets[0], args.data), display, stop
+            )
+    except (Interrupted, KeyboardInterrupt):
+        return _stopped(args)
+    Console().print(tuning.table(found))
+    tuning.plot(found, out / "tune.png")
+    tuning.write_protocol(chosen, args.protocol, found, out / "tuned.toml")
+    print(f"{out / 'tune.png'} shows each search. Compare on fresh seeds with:")
+    print(f"adabayes reproduce --protocol {out / 'tuned.toml'}")
+    return 0
+
+
+def data_list(args: argparse.Namespace) -> int:
+    table = Table(box=None, pad_edge=False)
+    for name in ("data set", "is", "where"):
+        table.add_column(name, overflow="fold")
+    for name in data.NAMES:
+        if name not in files.SOURCES:
+            table.add_row(name, "embedded", "needs no download")
+            continue
+        try:
+            table.add_row(name, "there", str(files.find(name, args.data)))
+        except files.DataError:
+            folder = (args.data or files.default_folder()) / files.SOURCES[name].folder
+            table.add_row(name, "not there", f"{folder} (adabayes data fetch {name})")
+    Console().print(table)
+    return 0
+
+
+def data_fetch(args: argparse.Namespace) -> int:
+    for name in _with_files(args.names):
+        with _FileProgress() as progress:
+            folder = files.fetch(name, args.data, progress)
+        print(f"{name} is in {folder}, checksums right")
+    return 0
+
+
+def data_verify(args: argparse.Namespace) -> int:
+    for name in _with_files(args.names):
+        folder = files.find(name, args.data)
+        with _FileProgress() as progress:
+            files.verify(name, folder, progress)
+        print(f"{name} in {folder}: checksums right")
+    return 0
+
+
+def _with_files(names: list[str]) -> list[str]:
+    for name in names:
+        if name not in files.SOURCES:
+            raise files.DataError(f"{name!r} is not a data set that comes in files; there are {', '.join(files.SOURCES)}")
+    return names
+
+
+class _FileProgress:
+    """A bar for each file; of what is no terminal, nothing."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> _FileProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._bars.add_task(what, total=total)
+        self._bars.update(self._tasks[what], completed=done, total=total)
+
+
+# Pieces
+
+
+def _chosen(args: argparse.Namespace) -> Protocol:
+    return protocol.load(args.protocol)
+
+
+def _out(args: argparse.Namespace, chosen: Protocol) -> Path:
+    return args.out or Path("out") / chosen.name  # type: ignore[no-any-return]
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of a Spec that were given."""
+    options = {
+        "device": args.device,
+        "autocast": args.autocast,
+        "compile": args.compile or None,
+        "channels_last": False if args.no_channels_last else None,
+        "validation": args.validation,
+    }
+    if args.validation is not None and not 0 < args.validation < 1:
+        raise ProtocolError(f"--validation {args.validation}: it is a share of the training data, between 0 and 1")
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ProtocolError(f"--set {text}: write it as name=value, like --set lr=0.01")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namespace) -> int:
+    stop = sweep.Stop()
+    stop.on_signals()
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with Display(len(specs), sum(spec.epochs for spec in specs)) as display:
+            outcomes = sweep.run(specs, out, display, stop, args.data, getattr(args, "jobs", 1))
+    except (Interrupted, KeyboardInterrupt):
+        results.write(chosen, results.collect(specs, out), out)
+        return _stopped(args)
+    rows = results.collect(specs, out)
+    results.write(chosen, rows, out)
+    console = Console()
+    for table in results.tables(chosen, rows):
+        console.print(table)
+    console.print(f"{out / 'results.csv'}, {out / 'results.json'}; the runs are in {out / 'runs'}", soft_wrap=True)
+    others = [outcome for outcome in outcomes if outcome.status in ("failed", "running")]
+    for outcome in others:
+        print(f"{outcome.status}: {outcome.spec}: {outcome.error}", file=sys.stderr)
+    if others:
+        print(f"{len(others)} of {len(specs)} runs have no result. Try again with: {args.command}", file=sys.stderr)
+    return 1 if others else 0
+
+
+def _stopped(args: argparse.Namespace) -> int:
+    print(f"stopped; nothing is lost. Go on with: {args.command}", file=sys.stderr)
+    return 130
+
+
+def _dry_run(specs: list[Spec], out: Path, data_folder: Path | None) -> int:
+    left = []
+    for spec in specs:
+        status = RunFolder(out / "runs" / spec.folder).status()
+        settings = ", ".join(f"{key} {value}" for key, value in spec.settings.items())
+        print(f"{spec}: {status}; {spec.epochs} epochs; {settings}")
+        if status not in ("done", "diverged"):
+            left.append(spec)
+    print(f"{len(specs)} runs, of which {len(left)} are to be done, in {out / 'runs'}")
+    if left:
+        seconds = sweep.estimate(left, data_folder)
+        print(f"about {_duration(seconds)} on this machine, one run after the other (from a few measured steps)")
+    return 0
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} seconds"

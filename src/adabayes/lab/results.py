@@ -1,0 +1,186 @@
+"""What came out: a row for each run, means over seeds, and a table in the form of the paper's."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from adabayes.lab.protocol import Protocol, Spec
+from adabayes.lab.store import RunFolder, write_atomically
+
+__all__ = ["Row", "Summary", "collect", "summarise", "tables", "write"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run. Errors are in percent; the best are over epochs, each for itself; figures are None where there are none."""
+
+    dataset: str
+    model: str
+    optimizer: str
+    seed: int
+    status: str
+    epochs: int  # that are complete
+    best_test_error: float | None = None
+    best_test_loss: float | None = None
+    final_test_error: float | None = None
+    final_test_loss: float | None = None
+    best_train_error: float | None = None
+    best_train_loss: float | None = None
+    final_train_error: float | None = None
+    final_train_loss: float | None = None
+    seconds: float = 0.0  # of training
+    test_seconds: float = 0.0
+    milliseconds_per_step: float | None = None
+    folder: str = ""
+    error: str | None = None
+
+
+def collect(specs: Sequence[Spec], out: Path) -> list[Row]:
+    """The rows of runs, from their folders."""
+    return [_row(spec, RunFolder(out / "runs" / spec.folder)) for spec in specs]
+
+
+def _row(spec: Spec, folder: RunFolder) -> Row:
+    metrics = folder.metrics()
+    failed = folder.read("failed.json")
+    status = folder.status()
+    figures: dict[str, Any] = {}
+    for name in ("test_error", "test_loss", "train_error", "train_loss") if metrics else ():
+        values = [row[name] for row in metrics]
+        finite = [value for value in values if math.isfinite(value)]
+        figures[f"best_{name}"] = min(finite, default=None)
+        figures[f"final_{name}"] = values[-1] if math.isfinite(values[-1]) else None
+    seconds = sum(row["train_seconds"] for row in metrics)
+    steps = sum(row["steps"] for row in metrics)
+    return Row(
+        spec.dataset,
+        spec.model,
+        spec.optimizer,
+        spec.seed,
+        status,
+        len(metrics),
+        **figures,
+        seconds=seconds,
+        test_seconds=sum(row["test_seconds"] for row in metrics),
+        milliseconds_per_step=1e3 * seconds / steps if steps else None,
+        folder=spec.folder,
+        error=failed["error"] if failed and status == "failed" else None,
+    )
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Over the seeds of those runs that are done, with its standard error."""
+
+    mean: float
+    error: float | None  # None of a single one
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Mean | None:
+        found = [value for value in values if value is not None]
+        if not found:
+            return None
+        return cls(statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else None)
+
+    def text(self, digits: int) -> str:
+        return f"{self.mean:.{digits}f}" + ("" if self.error is None else f" ±{self.error:.{digits}f}")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """An optimizer on a data set and a model, over seeds."""
+
+    dataset: str
+    model: str
+    optimizer: str
+    runs: dict[str, int]  # how many are in which status
+    best_test_error: Mean | None
+    best_test_loss: Mean | None
+    final_test_error: Mean | None
+    final_test_loss: Mean | None
+    final_train_error: Mean | None
+    final_train_loss: Mean | None
+    milliseconds_per_step: Mean | None
+
+
+def summarise(rows: Sequence[Row]) -> list[Summary]:
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.dataset, row.model, row.optimizer), []).append(row)
+    return [_summary(key, group) for key, group in groups.items()]
+
+
+def _summary(key: tuple[str, str, str], rows: list[Row]) -> Summary:
+    done = [row for row in rows if row.status == "done"]
+    statuses = [row.status for row in rows]
+    names = ("best_test_error", "best_test_loss", "final_test_error", "final_test_loss")
+    names += ("final_train_error", "final_train_loss", "milliseconds_per_step")
+    means = {name: Mean.of([getattr(row, name) for row in done]) for name in names}
+    return Summary(*key, {status: statuses.count(status) for status in dict.fromkeys(statuses)}, **means)
+
+
+def tables(protocol: Protocol, rows: Sequence[Row]) -> list[Table]:
+    """One for each data set and model: test errors and losses, and the paper's own where the protocol is the paper's."""
+    summaries = summarise(rows)
+    found = []
+    for dataset, model in dict.fromkeys((s.dataset, s.model) for s in summaries):
+        published = protocol.published.get(dataset, {}).get(model, {})
+        of_these = [s for s in summaries if (s.dataset, s.model) == (dataset, model)]
+        found.append(_table(f"{dataset}, {model}", of_these, protocol, published))
+    return found
+
+
+def _table(title: str, summaries: list[Summary], protocol: Protocol, published: dict[str, Sequence[float]]) -> Table:
+    seeds = max(sum(s.runs.values()) for s in summaries)
+    over = f", mean ± standard error of {seeds} seeds" if seeds > 1 else ""
+    on = "validation" if protocol.validation else "test"
+    table = Table(title=f"{title}: on the {on} set{over}", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("optimizer", no_wrap=True)
+    headers = ["best\nerror %", "best\nloss", "final\nerror %", "final\nloss", "\nms/step"]
+    for header in headers + (["paper\nerror %", "paper\nloss"] if published else []):
+        table.add_column(header, justify="right", no_wrap=True)
+    columns = ("best_test_error", "best_test_loss", "final_test_error", "final_test_loss")
+    best = {name: min((m.mean for s in summaries if (m := getattr(s, name))), default=None) for name in columns}
+    for s in summaries:
+        cells = []
+        for name in columns:
+            mean: Mean | None = getattr(s, name)
+            text = "" if mean is None else mean.text(2 if "error" in name else 3)
+            cells.append(f"[bold]{text}[/]" if mean and mean.mean == best[name] else text)
+        cells.append(f"{s.milliseconds_per_step.mean:.1f}" if s.milliseconds_per_step else "")
+        label = protocol.optimizers[s.optimizer].label
+        others = [f"{count} {status}" if seeds > 1 else status for status, count in s.runs.items() if status != "done"]
+        if others:
+            label += f" [yellow]({', '.join(others)})[/]"
+        if published:
+            error, loss = published.get(s.optimizer, (math.nan, math.nan))
+            cells += [f"{error:.2f}", f"{loss:.3f}"]
+        table.add_row(label, *cells)
+    return table
+
+
+def write(protocol: Protocol, rows: Sequence[Row], out: Path) -> None:
+    """``results.csv``, a row for each run, and ``results.json``, with the means and the protocol."""
+    text = io.StringIO()
+    names = list(Row.__dataclass_fields__)
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    write_atomically(out / "results.csv", text.getvalue().encode())
+    content = {
+        "protocol": asdict(protocol),
+        "runs": [asdict(row) for row in rows],
+        "summary": [asdict(summary) for summary in summarise(rows)],
+    }
+    write_atomically(out / "results.json", json.dumps(content, indent=1).encode())

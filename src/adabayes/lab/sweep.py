@@ -1,0 +1,244 @@
+"""All runs of a protocol: one after the other or several at a time, whatever becomes of each."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from adabayes.lab import data, training
+from adabayes.lab.data import Data
+from adabayes.lab.display import Display
+from adabayes.lab.protocol import Spec
+from adabayes.lab.store import Busy, RunFolder, write_atomically
+from adabayes.lab.training import Interrupted, Progress
+
+__all__ = ["Outcome", "Stop", "attempt", "estimate", "run"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: done, diverged, failed (and why), or running, in another process."""
+
+    spec: Spec
+    status: str
+    error: str | None = None
+
+
+class Stop:
+    """Whether to stop at the next step. The first Ctrl-C asks for that, the second stops at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def on_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def __call__(self) -> bool:
+        return self.requested
+
+
+def folder_of(spec: Spec, out: Path) -> RunFolder:
+    return RunFolder(out / "runs" / spec.folder)
+
+
+def run(
+    specs: Sequence[Spec], out: Path, display: Display, stop: Stop, data_folder: Path | None = None, jobs: int = 1
+) -> list[Outcome]:
+    """Do what is not done yet. Raises :class:`Interrupted` when it is stopped."""
+    _note(specs, out)
+    if jobs > 1:
+        return _run_in_processes(specs, out, display, stop, data_folder, jobs)
+    loaded: dict[str, Data] = {}
+
+    def load(name: str) -> Data:
+        if name not in loaded:
+            loaded.clear()  # one at a time: they are large
+            loaded[name] = data.load(name, data_folder)
+        return loaded[name]
+
+    outcomes = []
+    for spec in specs:
+        display.started(spec)
+
+        def report(progress: Progress, spec: Spec = spec) -> None:
+            display.progressed(spec, progress)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = display.warned
+            outcome = attempt(spec, folder_of(spec, out), lambda name=spec.dataset: load(name), report, stop)  # type: ignore[misc]
+        display.ended(spec, outcome.status, outcome.error)
+        outcomes.append(outcome)
+    return outcomes
+
+
+def _note(specs: Sequence[Spec], out: Path) -> None:
+    """Add to ``sweep.json``, the list of all runs that were ever asked for here, so that missing ones are known."""
+    known = {spec.folder: spec for spec in [*noted(out), *specs]}
+    write_atomically(out / "sweep.json", json.dumps([asdict(spec) for spec in known.values()], indent=1).encode())
+
+
+def noted(out: Path) -> list[Spec]:
+    """The runs that were asked for in a folder, and those that were copied into it."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in (out / "runs").glob("*/spec.json")]
+    path = out / "sweep.json"
+    listed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    specs = {spec.folder: spec for spec in (Spec(**entry) for entry in [*listed, *found])}
+    return list(specs.values())
+
+
+def attempt(
+    spec: Spec,
+    folder: RunFolder,
+    load: Callable[[], Data],
+    report: Callable[[Progress], None],
+    stop: Stop,
+    is_hopeless: Callable[[dict[str, Any]], bool] = lambda _: False,
+) -> Outcome:
+    """One run; what goes wrong in it is noted in its folder, and is no reason to stop others."""
+    try:
+        if result := folder.read("result.json"):
+            return Outcome(spec, result["status"])
+        return Outcome(spec, training.train(spec, folder, load(), report, stop, is_hopeless))
+    except Interrupted:
+        raise
+    except Busy as error:
+        return Outcome(spec, "running", str(error))
+    except Exception as error:  # anything at all that an optimizer, a model or a disk comes up with
+        message = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+        with suppress(OSError):
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.write("failed.json", {"error": message, "traceback": traceback.format_exc(), "time": time.time()})
+        return Outcome(spec, "failed", message)
+
+
+def _run_in_processes(
+    specs: Sequence[Spec], out: Path, display: Display, stop: Stop, data_folder: Path | None, jobs: int
+) -> list[Outcome]:
+    """A process for each run, ``jobs`` at a time, the cores shared out among them."""
+    threads = max(1, torch.get_num_threads() // jobs)
+    lock = threading.Lock()  # of the display
+    children: set[subprocess.Popen[str]] = set()
+
+    def one(spec: Spec) -> Outcome | None:
+        folder = folder_of(spec, out)
+        if stop.requested:
+            return None
+        if result := folder.read("result.json"):
+            outcome = Outcome(spec, result["status"])
+        else:
+            outcome = _in_process(spec, folder)
+        if outcome.status != "interrupted":
+            with lock:
+                display.ended(spec, outcome.status, outcome.error)
+        return outcome
+
+    def _in_process(spec: Spec, folder: RunFolder) -> Outcome:
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.write("spec.json", asdict(spec))
+        except OSError as error:
+            return Outcome(spec, "failed", str(error))
+        command = [sys.executable, "-m", "adabayes.lab.worker", str(folder.path), "--threads", str(threads)]
+        command += ["--data", str(data_folder)] if data_folder else []
+        with lock:
+            display.started(spec)
+        last: dict[str, Any] = {}
+        # In a session of its own, so that Ctrl-C reaches it once, through us.
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as child:
+            children.add(child)
+            if stop.requested:
+                child.terminate()
+            assert child.stdout is not None
+            assert child.stderr is not None
+            errors: list[str] = []
+            reader = threading.Thread(target=lambda: errors.extend(child.stderr or ()), daemon=True)
+            reader.start()
+            for line in child.stdout:
+                last = json.loads(line)
+                if "status" not in last:
+                    with lock:
+                        display.progressed(spec, Progress(**last))
+            code = child.wait()
+            reader.join()
+            children.discard(child)
+        if "status" in last:
+            return Outcome(spec, last["status"], last["error"])
+        if stop.requested:
+            return Outcome(spec, "interrupted")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        said = f": {errors[-1].strip()}" if errors else ""
+        error = f"its process {how}{said}"
+        with suppress(OSError):
+            folder.write("failed.json", {"error": error, "traceback": "".join(errors), "time": time.time()})
+        return Outcome(spec, "failed", error)
+
+    told = False
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(one, spec) for spec in specs]
+        while not all(future.done() for future in futures):
+            time.sleep(0.05)
+            if stop.requested and not told:
+                told = True
+                for child in list(children):
+                    child.terminate()
+    if stop.requested:
+        raise Interrupted("stopped")
+    return [outcome for future in futures if (outcome := future.result()) is not None]
+
+
+# What it will cost
+
+
+def estimate(specs: Sequence[Spec], data_folder: Path | None = None) -> float:
+    """Seconds that runs will take on this machine, one after the other: from a few steps of each model on each set."""
+    seconds: dict[tuple[str, str], float] = {}
+    total = 0.0
+    for spec in specs:
+        key = spec.dataset, spec.model
+        if key not in seconds:
+            seconds[key] = _epoch_seconds(spec, data.load(spec.dataset, data_folder))
+        total += seconds[key] * spec.epochs
+    return total
+
+
+def _epoch_seconds(spec: Spec, whole: Data) -> float:
+    with torch.random.fork_rng(devices=[]):
+        model, optimizer = training.make(spec, whole)
+        loss = torch.nn.functional.cross_entropy
+        taken = []
+        began = time.perf_counter()
+        while len(taken) < 4 and time.perf_counter() - began < 20 or len(taken) < 2:
+            started = time.perf_counter()
+            inputs, targets = whole.train_batch(torch.arange(spec.batch_size), torch.Generator())
+            output = model(inputs.to(spec.device))
+            optimizer.zero_grad()
+            loss(output.flatten(0, -2), targets.to(spec.device).flatten()).backward()
+            optimizer.step()
+            taken.append(time.perf_counter() - started)
+        step = min(taken[1:])
+    # To test an example takes about a third of what it takes to train on it.
+    return step / spec.batch_size * (whole.count("train") + whole.count("test") / 3)

@@ -1,0 +1,335 @@
+"""One run: trained deterministically from its seed, logged epoch by epoch, and continued after any interruption."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import platform
+import subprocess
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from adabayes import __version__, diagnostics
+from adabayes._machine import processor
+from adabayes.lab import models, optimizers
+from adabayes.lab.data import Data, DataError
+from adabayes.lab.protocol import Spec, lr_factor
+from adabayes.lab.store import RunFolder
+from adabayes.optim._rates import TwoRateOptimizer
+
+__all__ = ["Interrupted", "Progress", "train"]
+
+CHECKPOINT_SECONDS = 60.0  # between two within an epoch; there is one at each epoch's end
+_RECALIBRATION = 50  # batches for new statistics of BatchNorm
+
+
+class Interrupted(Exception):
+    """The run was asked to stop and has written a checkpoint to go on from."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is, a few times a second."""
+
+    step: int
+    steps: int
+    epoch: int
+    loss: float  # of the epoch so far, in training
+    error: float
+    test_error: float | None  # of the last epoch that is complete
+
+
+def train(
+    spec: Spec,
+    folder: RunFolder,
+    data: Data,
+    report: Callable[[Progress], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    is_hopeless: Callable[[dict[str, Any]], bool] = lambda _: False,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+) -> str:
+    """Train, or go on training, until the run is done, has diverged, or is pruned; which of these.
+
+    It is pruned after an epoch whose row of metrics ``is_hopeless``, which is asked of every epoch in order, also of
+    those that were run before. Raises :class:`~adabayes.lab.store.Busy` if another process has the run, and
+    :class:`Interrupted` if ``should_stop`` says so.
+    """
+    with folder.lock():
+        if result := folder.read("result.json"):
+            return str(result["status"])
+        folder.remove("failed.json")
+        folder.write("spec.json", asdict(spec))
+        _note_environment(folder, data)
+        with torch.random.fork_rng(devices=[]):
+            return _Run(spec, folder, data, report, should_stop, is_hopeless, checkpoint_seconds).run()
+
+
+@dataclass
+class _Position:
+    """Where a run is, and what the epoch has summed up so far."""
+
+    epoch: int = 0
+    step: int = 0
+    loss: float = 0.0
+    wrong: int = 0
+    seen: int = 0
+    seconds: float = 0.0
+
+
+class _Run:
+    def __init__(
+        self,
+        spec: Spec,
+        folder: RunFolder,
+        data: Data,
+        report: Callable[[Progress], None],
+        should_stop: Callable[[], bool],
+        is_hopeless: Callable[[dict[str, Any]], bool],
+        checkpoint_seconds: float,
+    ) -> None:
+        self.spec, self.folder, self.report, self.should_stop = spec, folder, report, should_stop
+        self.is_hopeless, self.checkpoint_seconds = is_hopeless, checkpoint_seconds
+        self.device = torch.device(spec.device)
+        self.data = (data.hold_out(spec.validation) if spec.validation else data).to(self.device)
+        self.model, self.optimizer = make(spec, self.data)
+        self.call = torch.compile(self.model) if spec.compile else self.model
+        self.trainer = optimizers.Trainer(self.optimizer)
+        self.base_lrs = [group.get("lr") for group in self.optimizer.param_groups]
+        self.steps = math.ceil(self.data.count("train") / spec.batch_size)
+        self.at = _Position()
+        self.test_error: float | None = None
+        self._saved = self._reported = time.monotonic()
+        if (saved := folder.load()) is not None:
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.at = _Position(**saved["position"])
+
+    def run(self) -> str:
+        status = self._run()
+        self.folder.finish(self.model, {"status": status, "epoch": min(self.at.epoch, self.spec.epochs - 1)})
+        return status
+
+    def _run(self) -> str:
+        for row in self.folder.metrics()[: self.at.epoch]:
+            self.test_error = row["test_error"]
+            if self.is_hopeless(row):
+                return "pruned"
+        while self.at.epoch < self.spec.epochs:
+            if not self._train_epoch():
+                return "diverged"
+            row = self._row()
+            self.folder.log(row)
+            if not math.isfinite(row["test_loss"]):
+                return "diverged"
+            self.test_error = row["test_error"]
+            self.at = _Position(epoch=self.at.epoch + 1)
+            self._save()
+            if self.is_hopeless(row):
+                return "pruned"
+        return "done"
+
+    def _train_epoch(self) -> bool:
+        """Train to the end of the epoch; whether the loss has stayed finite."""
+        spec, at = self.spec, self.at
+        order = torch.randperm(self.data.count("train"), generator=_generator(spec.seed, "order", at.epoch))
+        loss_sum = torch.tensor(at.loss, dtype=torch.float64, device=self.device)
+        wrong = torch.tensor(at.wrong, device=self.device)
+        self.model.train()
+        self.trainer.for_training()
+        started = time.perf_counter()
+        while at.step < self.steps:
+            indices = order[at.step * spec.batch_size : (at.step + 1) * spec.batch_size]
+            torch.manual_seed(_derived(spec.seed, "noise", at.epoch, at.step))
+            self._set_lr((at.epoch * self.steps + at.step) / (spec.epochs * self.steps))
+            inputs, targets = self.data.train_batch(indices, _generator(spec.seed, "augment", at.epoch, at.step))
+            with self.trainer.sampling():
+                loss, output = self._loss(inputs, targets)
+                self.optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            loss_sum += loss.detach().double() * targets.numel()
+            wrong += (output.detach().argmax(-1) != targets).sum()
+            at.seen += targets.numel()
+            at.step += 1
+
+            now = time.monotonic()
+            stop = self.should_stop()
+            if now - self._reported > 0.2 or stop or at.step == self.steps:
+                self._reported = now
+                at.loss, at.wrong = loss_sum.item(), int(wrong.item())
+                if not math.isfinite(at.loss):
+                    return False
+                self._report()
+            if stop or (now - self._saved > self.checkpoint_seconds and at.step < self.steps):
+                at.loss, at.wrong = loss_sum.item(), int(wrong.item())
+                at.seconds += time.perf_counter() - started
+                self._save()
+                started = time.perf_counter()
+            if stop:
+                raise Interrupted(f"{spec}: stopped in epoch {at.epoch}")
+        at.seconds += time.perf_counter() - started
+        return math.isfinite(at.loss)
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        with self._autocast():
+            output = self.call(inputs)
+            return F.cross_entropy(output.flatten(0, -2), targets.flatten()), output
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.spec.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=getattr(torch, self.spec.autocast))
+
+    def _set_lr(self, progress: float) -> None:
+        factor = lr_factor(self.spec.schedule, progress)
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs):
+            if base is not None:
+                group["lr"] = base * factor
+
+    def _row(self) -> dict[str, Any]:
+        """What is logged of the epoch that is complete."""
+        at = self.at
+        started = time.perf_counter()
+        test_loss, test_error = self._test()
+        row = {
+            "epoch": at.epoch,
+            "train_loss": at.loss / at.seen,
+            "train_error": 100 * at.wrong / at.seen,
+            "test_loss": test_loss,
+            "test_error": test_error,
+            "lr": self.optimizer.param_groups[0].get("lr"),
+            "steps": self.steps,
+            "train_seconds": at.seconds,
+            "test_seconds": time.perf_counter() - started,
+        }
+        if isinstance(self.optimizer, TwoRateOptimizer):
+            total = diagnostics.regimes(self.optimizer).total
+            row |= {"sgd_like": total.sgd_like, "adam_like": total.adam_like}
+            row |= {f"lr_{q:.0%}": rate for q, rate in zip(diagnostics.QUANTILES, total.lr_quantiles)}
+        return row
+
+    @torch.no_grad()
+    def _test(self) -> tuple[float, float]:
+        """Loss and error in percent on the test split."""
+        self.trainer.for_testing()
+        if self.trainer.switches:
+            self._recalibrate()
+        self.model.eval()
+        loss_sum, wrong, seen = 0.0, 0, 0
+        for indices in torch.arange(self.data.count("test")).split(self.spec.test_batch_size):
+            inputs, targets = self.data.test_batch(indices)
+            loss, output = self._loss(inputs, targets)
+            loss_sum += loss.item() * targets.numel()
+            wrong += int((output.argmax(-1) != targets).sum())
+            seen += targets.numel()
+        return loss_sum / seen, 100 * wrong / seen
+
+    def _recalibrate(self) -> None:
+        norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        if not norms:
+            return
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # a plain average over all batches
+        self.model.train()
+        batches = torch.arange(self.data.count("train")).split(self.spec.batch_size)[:_RECALIBRATION]
+        for i, indices in enumerate(batches):
+            self._loss(*self.data.train_batch(indices, _generator(self.spec.seed, "calibrate", self.at.epoch, i)))
+        for norm, momentum in zip(norms, momenta):
+            norm.momentum = momentum
+
+    def _save(self) -> None:
+        tree = {
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "position": asdict(self.at),
+        }
+        self.folder.save(self.at.epoch * self.steps + self.at.step, tree)
+        self._saved = time.monotonic()
+
+    def _report(self) -> None:
+        at = self.at
+        self.report(
+            Progress(
+                at.epoch * self.steps + at.step,
+                self.spec.epochs * self.steps,
+                at.epoch,
+                at.loss / at.seen,
+                100 * at.wrong / at.seen,
+                self.test_error,
+            )
+        )
+
+
+def make(spec: Spec, data: Data) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The network of a run, as its seed initialises it, and the optimizer."""
+    torch.manual_seed(_derived(spec.seed, "weights"))
+    model = models.make(spec.model, **{**data.model_options(), **spec.model_options}).to(spec.device)
+    if spec.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model, optimizers.make(spec, model.parameters())
+
+
+def _derived(seed: int, *what: object) -> int:
+    """A seed for one purpose: the same wherever a run is taken up again, and its own for every use."""
+    return int.from_bytes(hashlib.sha256(repr((seed, *what)).encode()).digest()[:7], "big")
+
+
+def _generator(seed: int, *what: object) -> torch.Generator:
+    return torch.Generator().manual_seed(_derived(seed, *what))
+
+
+# Where and with what a run was made
+
+
+def _note_environment(folder: RunFolder, data: Data) -> None:
+    """Add an entry to the log of starts; refuse to go on with other data."""
+    now = environment() | {"data": data.fingerprint()}
+    starts = folder.read("environment.json") or []
+    if starts:
+        last = starts[-1]
+        if last["data"] != now["data"]:
+            raise DataError(
+                f"{folder.path} was begun with other data ({last['data']}, now {now['data']}). For a text that is "
+                "Python's own library: go on with the same Python, or choose another --out."
+            )
+        changed = [key for key in ("torch", "threads", "adabayes") if last[key] != now[key]]
+        if changed:
+            what = ", ".join(f"{key} {last[key]} then, {now[key]} now" for key in changed)
+            warnings.warn(f"{folder.path.name} goes on in another environment ({what}): its last digits may differ", stacklevel=2)
+    folder.write("environment.json", [*starts, now])
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "adabayes": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "commit": _commit(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "process": os.getpid(),
+        "host": platform.node(),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this package is run from, if it is; with + where files were changed since."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,233 @@
+"""Fair tuning: the same number of trials for every optimizer, over its own search space, judged on a validation split."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adabayes.lab import protocol as protocols
+from adabayes.lab import sweep
+from adabayes.lab.data import Data
+from adabayes.lab.display import Display
+from adabayes.lab.protocol import OptimizerSpec, Protocol, ProtocolError
+from adabayes.lab.store import write_atomically
+
+try:
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+    from optuna.trial import FrozenTrial, TrialState
+except ImportError as error:
+    raise ImportError("tuning needs optuna: pip install 'adabayes[lab]'") from error
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Search", "plot", "searches", "table", "tune", "write_protocol"]
+
+VALIDATION = 0.1  # of the training data, where the protocol does not say
+SEED = 1_000_003  # of the trials, so that those of the comparison are fresh
+WORST = 100.0  # percent: what a run that diverges is worth
+_RETRIED = "retried"
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is known of one optimizer: its trials in order."""
+
+    optimizer: OptimizerSpec
+    trials: tuple[FrozenTrial, ...]
+
+    @property
+    def finished(self) -> list[FrozenTrial]:
+        """Those that count against the budget: all but the broken off, which are run again."""
+        ended = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+        return [t for t in self.trials if t.state in ended and _RETRIED not in t.user_attrs]
+
+    @property
+    def best(self) -> FrozenTrial | None:
+        complete = [t for t in self.trials if t.state == TrialState.COMPLETE]
+        return min(complete, key=lambda t: t.value if t.value is not None else math.inf, default=None)
+
+
+def tune(
+    protocol: Protocol, budget: int, out: Path, load: Callable[[], Data], display: Display, stop: sweep.Stop
+) -> list[Search]:
+    """Give every optimizer ``budget`` trials, the first with the protocol's own settings; goes on where it was."""
+    if len(protocol.datasets) > 1 or len(protocol.models) > 1:
+        raise ProtocolError(
+            f"tuning is for one data set and one model at a time; protocol {protocol.name} has "
+            f"{', '.join(protocol.datasets)} and {', '.join(protocol.models)}: choose with --dataset and --model"
+        )
+    for optimizer in protocol.optimizers.values():
+        if not optimizer.search:
+            raise ProtocolError(
+                f"[optimizers.{optimizer.name}] has nothing to search; add a line like search = {{ lr = [1e-4, 1e-1] }}"
+            )
+    protocol = replace(protocol, validation=protocol.validation or VALIDATION)
+    whole = load()
+    for i in range(budget):  # in turn, so that a search that is stopped early is fair as well
+        for optimizer in protocol.optimizers.values():
+            study = _study(protocol, optimizer, out)
+            if len(Search(optimizer, tuple(study.trials)).finished) <= i:
+                _trial(study, protocol, optimizer, out, whole, display, stop)
+    return searches(protocol, out)
+
+
+def searches(protocol: Protocol, out: Path) -> list[Search]:
+    return [Search(o, tuple(_study(protocol, o, out).trials)) for o in protocol.optimizers.values()]
+
+
+def _study(protocol: Protocol, optimizer: OptimizerSpec, out: Path) -> optuna.Study:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    out.mkdir(parents=True, exist_ok=True)
+    # Its name says all that the trials have in common, so that those of another setting are not taken for these.
+    one = protocol.spec(protocol.datasets[0], protocol.models[0], replace(optimizer, settings={}), SEED)
+    space = json.dumps(optimizer.search, sort_keys=True)
+    study = optuna.create_study(
+        study_name=f"{one.folder} {space}",
+        storage=JournalStorage(JournalFileBackend(str(out / "tune.journal"))),
+        sampler=optuna.samplers.QMCSampler(scramble=True, seed=0, warn_independent_sampling=False),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=max(1, protocol.epochs // 4)),
+        direction="minimize",
+        load_if_exists=True,
+    )
+    if not study.trials:
+        own = optimizer.settings_for(protocol.models[0])
+        study.enqueue_trial({key: _clip(own[key], limits) for key, limits in optimizer.search.items() if key in own})
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):  # of a process that was stopped
+        study.enqueue_trial(trial.params)
+        study._storage.set_trial_user_attr(trial._trial_id, _RETRIED, True)
+        study.tell(trial.number, state=TrialState.FAIL)
+    return study
+
+
+def _clip(value: float, limits: tuple[float, float]) -> float:
+    return min(max(float(value), limits[0]), limits[1])
+
+
+def _trial(
+    study: optuna.Study,
+    protocol: Protocol,
+    optimizer: OptimizerSpec,
+    out: Path,
+    whole: Data,
+    display: Display,
+    stop: sweep.Stop,
+) -> None:
+    space = {key: optuna.distributions.FloatDistribution(*limits, log=True) for key, limits in optimizer.search.items()}
+    trial = study.ask(space)
+    settings = {**optimizer.settings_for(protocol.models[0]), **trial.params}
+    tried = replace(optimizer, settings=settings, of_models={})
+    spec = protocol.spec(protocol.datasets[0], protocol.models[0], tried, SEED)
+
+    def is_hopeless(row: dict[str, Any]) -> bool:
+        trial.report(row["test_error"], row["epoch"])
+        return trial.should_prune()
+
+    display.started(spec)
+    folder = sweep.folder_of(spec, out)
+    outcome = sweep.attempt(spec, folder, lambda: whole, lambda p: display.progressed(spec, p), stop, is_hopeless)
+    display.ended(spec, outcome.status, outcome.error)
+    if outcome.status == "done":
+        study.tell(trial, folder.metrics()[-1]["test_error"])
+    elif outcome.status == "diverged":
+        study.tell(trial, WORST)
+    else:
+        study.tell(trial, state=TrialState.PRUNED if outcome.status == "pruned" else TrialState.FAIL)
+
+
+# What came out
+
+
+def table(found: list[Search]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    grid = Table(title="Validation error %, at the end of training", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("optimizer", "trials", "pruned", "as given", "best", "with"):
+        grid.add_column(name, justify="left" if name in ("optimizer", "with") else "right")
+    for search in found:
+        first = search.trials[0].value if search.trials else None
+        best = search.best
+        grid.add_row(
+            search.optimizer.label,
+            str(len(search.finished)),
+            str(sum(t.state == TrialState.PRUNED for t in search.finished)),
+            "" if first is None else f"{first:.2f}",
+            "" if best is None else f"{best.value:.2f}",
+            "" if best is None else ", ".join(f"{key} {value:.2g}" for key, value in best.params.items()),
+        )
+    return grid
+
+
+def write_protocol(protocol: Protocol, source: str | Path, found: list[Search], path: Path) -> None:
+    """A protocol with the winners, for ``reproduce``, whose seeds are fresh."""
+    extends = str(source) if str(source) in protocols.NAMES else os.path.relpath(source, path.parent)
+    lines = [
+        "# Written by adabayes tune: the best settings that it found for each optimizer.",
+        f"description = {json.dumps(f'{protocol.name}, tuned')}",
+        f"extends = {json.dumps(extends)}",
+        f"datasets = {json.dumps(protocol.datasets)}",
+        f"models = {json.dumps(protocol.models)}",
+        f"epochs = {protocol.epochs}",
+        f"compare = {json.dumps([s.optimizer.name for s in found if s.best])}",
+    ]
+    for search in found:
+        if search.best:
+            settings = {**search.optimizer.settings_for(protocol.models[0]), **search.best.params}
+            lines += ["", f"[optimizers.{search.optimizer.name}]"]
+            lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+            lines += ["models = {}", f"# validation error {search.best.value:.3f} %, of {len(search.finished)} trials"]
+    write_atomically(path, "\n".join([*lines, ""]).encode())
+
+
+def plot(found: list[Search], path: Path) -> None:
+    """Validation error over each setting: how sensitive an optimizer is, and whether the range was wide enough."""
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ImportError("plotting needs matplotlib: pip install 'adabayes[lab]'") from error
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(key for search in found for key in search.optimizer.search))
+    figure, axes = plt.subplots(
+        len(found),
+        len(names),
+        figsize=(3.2 * len(names) + 1, 1.7 * len(found) + 0.6),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for search, row in zip(found, axes):
+        row[0].set_ylabel(search.optimizer.label)
+        for name, ax in zip(names, row):
+            if name not in search.optimizer.search:
+                ax.axis("off")
+                continue
+            ax.set(xscale="log", yscale="log", xlim=search.optimizer.search[name])
+            for state, colour, label in (
+                (TrialState.PRUNED, "0.75", "pruned, at its last epoch"),
+                (TrialState.COMPLETE, "tab:green", "complete"),
+            ):
+                trials = [t for t in search.finished if t.state == state and name in t.params]
+                errors = [t.value if state == TrialState.COMPLETE else _last(t) for t in trials]
+                ax.scatter([t.params[name] for t in trials], errors, s=18, color=colour, label=label)
+            if search.best:
+                ax.axvline(search.best.params[name], color="tab:green", linewidth=0.8)
+    for name, ax in zip(names, axes[0]):
+        ax.set_title(name)
+    axes[0][0].legend(fontsize=7, frameon=False)
+    figure.suptitle("Validation error (%) of each trial; the line is the best")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _last(trial: FrozenTrial) -> float:
+    return trial.intermediate_values[max(trial.intermediate_values)] if trial.intermediate_values else math.nan

@@ -1,0 +1,48 @@
+"""A process of its own for one run, when several go on at a time: ``python -m adabayes.lab.worker FOLDER``.
+
+The folder has the specification. Progress and the outcome are told in lines of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from adabayes.lab import data, sweep
+from adabayes.lab.protocol import Spec
+from adabayes.lab.store import RunFolder
+from adabayes.lab.training import Interrupted, Progress
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--threads", type=int, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    folder = RunFolder(args.folder)
+    spec = Spec(**folder.read("spec.json"))
+    stop = sweep.Stop()
+    stop.on_signals()
+
+    def report(progress: Progress) -> None:
+        try:
+            print(json.dumps(asdict(progress)), flush=True)
+        except BrokenPipeError:  # whoever started this is gone
+            stop.requested = True
+
+    try:
+        outcome = sweep.attempt(spec, folder, lambda: data.load(spec.dataset, args.data), report, stop)
+    except Interrupted:
+        sys.exit(130)
+    print(json.dumps({"status": outcome.status, "error": outcome.error}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
