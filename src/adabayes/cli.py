@@ -117,7 +117,9 @@ if nothing had happened, bit for bit. Results are in --out: results.csv, results
     reproduce.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="runs at a time; the cores are shared out (default: 1)"
     )
-    reproduce.add_argument("--dry-run", action="store_true", help="list the runs and estimate their time; train nothing")
+    reproduce.add_argument(
+        "--dry-run", action="store_true", help="list the runs and estimate their time; train nothing"
+    )
     _add_training(reproduce)
 
     train = _command(
@@ -132,7 +134,9 @@ if nothing had happened, bit for bit. Results are in --out: results.csv, results
     _add_protocol(train)
     train.add_argument("--optimizer", required=True, metavar="NAME", help="one of the protocol's, as adabayes or sgd")
     train.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
-    train.add_argument("--set", action="append", metavar="NAME=VALUE", help="a setting of the optimizer; may be repeated")
+    train.add_argument(
+        "--set", action="append", metavar="NAME=VALUE", help="a setting of the optimizer; may be repeated"
+    )
     _add_training(train)
 
     tune = _command(
@@ -154,7 +158,9 @@ sensitive each optimizer is. The same command goes on where it was stopped; a la
     runs = _command(commands, "runs", "what is done, running, missing, failed", "Lists the runs of a folder.")
     runs.add_argument("folder", type=Path, metavar="DIR", help="what was --out, like out/quick")
 
-    data = commands.add_parser("data", help="data sets: list, fetch, verify", description="Data sets that come in files.")
+    data = commands.add_parser(
+        "data", help="data sets: list, fetch, verify", description="Data sets that come in files."
+    )
     actions = data.add_subparsers(title="commands", required=True)
     for name, text in (
         ("list", "what there is, and where"),
@@ -189,9 +195,14 @@ def _run_lab(parser: argparse.ArgumentParser, function: str, args: argparse.Name
 
 def _add_protocol(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--protocol", default="quick", metavar="NAME|FILE", help="quick, mini, paper, text, or a TOML file (default: quick)"
+        "--protocol",
+        default="quick",
+        metavar="NAME|FILE",
+        help="quick, mini, paper, text, or a TOML file (default: quick)",
     )
-    parser.add_argument("--dataset", type=_names, metavar="NAME", help="in place of the protocol's; several with commas")
+    parser.add_argument(
+        "--dataset", type=_names, metavar="NAME", help="in place of the protocol's; several with commas"
+    )
     parser.add_argument("--model", type=_names, metavar="NAME", help="in place of the protocol's; several with commas")
     parser.add_argument("--epochs", type=int, metavar="N", help="(default: the protocol's)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: out/PROTOCOL)")

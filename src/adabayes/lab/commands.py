@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import Self
 
 from adabayes.lab import data, files, protocol, results, sweep
 from adabayes.lab.display import Display
@@ -122,7 +123,9 @@ def data_verify(args: argparse.Namespace) -> int:
 def _with_files(names: list[str]) -> list[str]:
     for name in names:
         if name not in files.SOURCES:
-            raise files.DataError(f"{name!r} is not a data set that comes in files; there are {', '.join(files.SOURCES)}")
+            raise files.DataError(
+                f"{name!r} is not a data set that comes in files; there are {', '.join(files.SOURCES)}"
+            )
     return names
 
 
@@ -137,7 +140,7 @@ class _FileProgress:
         self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
         self._tasks: dict[str, Any] = {}
 
-    def __enter__(self) -> _FileProgress:
+    def __enter__(self) -> Self:
         self._bars.start()
         return self
 
@@ -158,7 +161,7 @@ def _chosen(args: argparse.Namespace) -> Protocol:
 
 
 def _out(args: argparse.Namespace, chosen: Protocol) -> Path:
-    return args.out or Path("out") / chosen.name  # type: ignore[no-any-return]
+    return args.out or Path("out") / chosen.name
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from adabayes.lab import files
-from adabayes.lab.files import DataError
 
 __all__ = ["NAMES", "Data", "Images", "Text", "load"]
 
@@ -23,7 +22,8 @@ Batch = tuple[Tensor, Tensor]  # inputs, targets
 class Data(Protocol):
     """What training asks of a data set. Examples are numbered; a split is "train" or "test"."""
 
-    classes: int
+    @property
+    def classes(self) -> int: ...
 
     def model_options(self) -> dict[str, int]:
         """What a network must know to take these inputs."""
@@ -239,11 +239,11 @@ def _digits(data: Path | None) -> Images:
 
 def _stdlib(data: Path | None) -> Text:
     """A million characters to train on, a hundred thousand of other modules to test."""
-    text = np.frombuffer(b"".join(files.standard_library()), np.uint8)
-    text = torch.from_numpy(text[text < 128].copy())
+    characters = np.frombuffer(b"".join(files.standard_library()), np.uint8)
+    text = torch.from_numpy(characters[characters < 128].copy())
     train, test = 1_000_000, 100_000
     if len(text) < train + test:
-        raise DataError(
+        raise files.DataError(
             f"stdlib: this Python has {len(text):,} characters of library source, and {train + test:,} are needed. "
             "Take a Python that was installed with its .py files."
         )
@@ -270,5 +270,5 @@ NAMES = tuple(_LOADERS)
 def load(name: str, data: Path | None = None) -> Data:
     """A data set by name, from the folder ``data`` where it comes in files. Checksums come first."""
     if name not in _LOADERS:
-        raise DataError(f"unknown data set {name!r}; there are {', '.join(_LOADERS)}")
+        raise files.DataError(f"unknown data set {name!r}; there are {', '.join(_LOADERS)}")
     return _LOADERS[name](data)

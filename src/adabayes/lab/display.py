@@ -7,6 +7,8 @@ import time
 from types import TracebackType
 from typing import Any
 
+from typing_extensions import Self
+
 from adabayes.lab.protocol import Spec
 from adabayes.lab.training import Progress
 
@@ -46,7 +48,7 @@ class Display:
         self._all = self._bars.add_task("all epochs", total=epochs, state="")
         self._tasks: dict[str, Any] = {}
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> Self:
         self._bars.start()
         return self
 

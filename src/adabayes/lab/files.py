@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -131,7 +131,7 @@ def find(name: str, data: Path | None = None) -> Path:
     raise DataError(
         f"{name}: no {missing[0]} in {places[0]}. Get it with: adabayes data fetch {name}"
         + (f" --data {data}" if data else "")
-        + f"; or give the folder that has it: --data DIR, where DIR or DIR/{source.folder} holds {', '.join(source.files)}"
+        + f"; or give --data DIR, where DIR or DIR/{source.folder} holds {', '.join(source.files)}"
     )
 
 
@@ -193,7 +193,7 @@ def download(archive: Archive, target: Path, progress: Progress | None = None) -
     if _digest(part, archive.algorithm) != archive.digest:
         part.unlink()
         raise DataError(
-            f"{archive.url}: what came does not have the {archive.algorithm} {archive.digest} and was deleted unopened. "
+            f"{archive.url}: what came has not the {archive.algorithm} {archive.digest} and was deleted unopened. "
             "Try again; if it stays so, the file was changed, or something on the way answers in its place."
         )
     with part.open("rb+") as file:
@@ -202,7 +202,11 @@ def download(archive: Archive, target: Path, progress: Progress | None = None) -
 
 
 def _unreachable(archive: Archive, error: Exception, part: Path) -> DataError:
-    kept = f" {part.stat().st_size:,} bytes are kept in {part}; the same command goes on from there." if part.exists() else ""
+    kept = (
+        f" {part.stat().st_size:,} bytes are kept in {part}; the same command goes on from there."
+        if part.exists()
+        else ""
+    )
     return DataError(
         f"{archive.url}: {error}.{kept} Without a network: put the file's contents where `adabayes data list` says, "
         "or give the folder with --data."
@@ -251,7 +255,7 @@ def _check(path: Path, algorithm: str, digest: str, remedy: str, progress: Progr
 class _ArraysOnly(pickle.Unpickler):
     """Admits what CIFAR's files are made of, arrays and plain containers, so that nothing in them can run."""
 
-    _ALLOWED = {
+    _ALLOWED: ClassVar = {
         ("numpy.core.multiarray", "_reconstruct"): "numpy._core.multiarray",
         ("numpy._core.multiarray", "_reconstruct"): "numpy._core.multiarray",
         ("numpy", "ndarray"): "numpy",

@@ -1,4 +1,4 @@
-"""The networks: ResNet and DenseNet in their CIFAR forms, as Luo et al. have them, and a small character transformer."""
+"""The networks: ResNet and DenseNet in their CIFAR forms, as in Luo et al., and a small character transformer."""
 
 from __future__ import annotations
 
@@ -128,7 +128,9 @@ class CharTransformer(nn.Module):
         heads: of the attention.
     """
 
-    def __init__(self, classes: int = 128, context: int = 128, width: int = 128, layers: int = 4, heads: int = 4) -> None:
+    def __init__(
+        self, classes: int = 128, context: int = 128, width: int = 128, layers: int = 4, heads: int = 4
+    ) -> None:
         super().__init__()
         self.characters = nn.Embedding(classes, width)
         self.places = nn.Embedding(context, width)

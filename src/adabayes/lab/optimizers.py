@@ -45,8 +45,9 @@ def find_class(path: str) -> Any:
 class Trainer:
     """How to train with an optimizer that needs more than ``step()``; for all others, nothing.
 
-    Schedule-Free ones (``schedulefree``) have other weights for training than for testing, and are told which. BatchNorm
-    has not seen those for testing: its statistics are taken anew. IVON draws the weights that gradients are taken at.
+    Schedule-Free ones (``schedulefree``) have other weights for training than for testing, and are told which;
+    BatchNorm has not seen those for testing, so its statistics are taken anew. IVON draws the weights at which
+    gradients are taken.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

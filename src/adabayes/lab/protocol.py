@@ -130,7 +130,9 @@ class Protocol:
             if not getattr(self, what):
                 raise ProtocolError(f"{self.name}: there are no {what}; there must be at least one")
         if not 0 <= self.validation < 1:
-            raise ProtocolError(f"{self.name}: validation is {self.validation!r}; it must be a share, from 0 to below 1")
+            raise ProtocolError(
+                f"{self.name}: validation is {self.validation!r}; it must be a share, from 0 to below 1"
+            )
         _check_schedule(self.name, self.schedule)
 
     def runs(self, **options: Any) -> list[Spec]:
@@ -215,7 +217,9 @@ def load(name: str | Path) -> Protocol:
     given = {key: table[key] for key in table if key in _KEYS - {"extends", "compare", "optimizers"}}
     missing = {"datasets", "models", "epochs", "batch_size"} - set(given)
     if missing:
-        raise ProtocolError(f"{name}: there is no {min(missing)}; state it, or extend another protocol: extends = 'quick'")
+        raise ProtocolError(
+            f"{name}: there is no {min(missing)}; state it, or extend another protocol: extends = 'quick'"
+        )
     seeds = given.get("seeds", 1)
     given["seeds"] = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     for key in ("datasets", "models"):

@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ __all__ = ["Row", "Summary", "collect", "summarise", "tables", "write"]
 
 @dataclass(frozen=True)
 class Row:
-    """A run. Errors are in percent; the best are over epochs, each for itself; figures are None where there are none."""
+    """A run. Errors are in percent; the best are over epochs, each for itself; None is a figure that is not there."""
 
     dataset: str
     model: str
@@ -124,14 +124,13 @@ def summarise(rows: Sequence[Row]) -> list[Summary]:
 def _summary(key: tuple[str, str, str], rows: list[Row]) -> Summary:
     done = [row for row in rows if row.status == "done"]
     statuses = [row.status for row in rows]
-    names = ("best_test_error", "best_test_loss", "final_test_error", "final_test_loss")
-    names += ("final_train_error", "final_train_loss", "milliseconds_per_step")
-    means = {name: Mean.of([getattr(row, name) for row in done]) for name in names}
-    return Summary(*key, {status: statuses.count(status) for status in dict.fromkeys(statuses)}, **means)
+    names = [f.name for f in fields(Summary)][4:]
+    means: dict[str, Any] = {name: Mean.of([getattr(row, name) for row in done]) for name in names}
+    return Summary(*key, runs={status: statuses.count(status) for status in dict.fromkeys(statuses)}, **means)
 
 
 def tables(protocol: Protocol, rows: Sequence[Row]) -> list[Table]:
-    """One for each data set and model: test errors and losses, and the paper's own where the protocol is the paper's."""
+    """One for each data set and model: errors and losses, and the paper's own where the protocol is the paper's."""
     summaries = summarise(rows)
     found = []
     for dataset, model in dict.fromkeys((s.dataset, s.model) for s in summaries):
@@ -173,8 +172,7 @@ def _table(title: str, summaries: list[Summary], protocol: Protocol, published: 
 def write(protocol: Protocol, rows: Sequence[Row], out: Path) -> None:
     """``results.csv``, a row for each run, and ``results.json``, with the means and the protocol."""
     text = io.StringIO()
-    names = list(Row.__dataclass_fields__)
-    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer = csv.DictWriter(text, [f.name for f in fields(Row)], lineterminator="\n")
     writer.writeheader()
     writer.writerows(asdict(row) for row in rows)
     write_atomically(out / "results.csv", text.getvalue().encode())

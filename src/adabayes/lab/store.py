@@ -1,12 +1,12 @@
 """The folder of a run: plain files that survive a kill at any instant, a full disk and a damaged checkpoint.
 
-    spec.json           what is run, in full; its hash is the run's identity and part of the folder's name
-    environment.json    one entry each time the run was started: versions, commit, machine, threads, data
-    metrics.jsonl       appended to after each epoch; of an epoch that was run twice, the last line counts
-    checkpoint-N.*      the newest two: tensors in safetensors; in JSON the rest, and checksums of both
-    model.safetensors   the weights at the end
-    result.json         how it ended: done or diverged
-    failed.json         why it did not, until it is run again
+spec.json           what is run, in full; its hash is the run's identity and part of the folder's name
+environment.json    one entry each time the run was started: versions, commit, machine, threads, data
+metrics.jsonl       appended to after each epoch; of an epoch that was run twice, the last line counts
+checkpoint-N.*      the newest two: tensors in safetensors; in JSON the rest, and checksums of both
+model.safetensors   the weights at the end
+result.json         how it ended: done or diverged
+failed.json         why it did not, until it is run again
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
+
+from adabayes.lab.protocol import Spec
 
 __all__ = ["Busy", "DiskFull", "RunFolder"]
 
@@ -69,6 +71,9 @@ class RunFolder:
             return True
 
     # Small files
+
+    def spec(self) -> Spec:
+        return Spec(**json.loads((self.path / "spec.json").read_text(encoding="utf-8")))
 
     def write(self, name: str, content: JSON) -> None:
         write_atomically(self.path / name, json.dumps(content, indent=1).encode())
@@ -146,7 +151,10 @@ class RunFolder:
             try:
                 record = json.loads(path.read_text(encoding="utf-8"))
                 blob = path.with_suffix(".safetensors").read_bytes()
-                if hashlib.sha256(blob).hexdigest() != record["tensors"] or _sha256(record["content"]) != record["rest"]:
+                if (
+                    hashlib.sha256(blob).hexdigest() != record["tensors"]
+                    or _sha256(record["content"]) != record["rest"]
+                ):
                     raise ValueError("its checksum is wrong")
                 return load_tree(json.loads(record["content"]), load(blob))
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -232,8 +240,8 @@ def _room_for(path: Path) -> Iterator[None]:
             raise
         raise DiskFull(
             error.errno,
-            f"no room to write {path} ({error.strerror}). Nothing is lost: make room and give the same command, and the "
-            "run goes on from its last checkpoint",
+            f"no room to write {path} ({error.strerror}). Nothing is lost: make room and give the same command, and "
+            "the run goes on from its last checkpoint",
         ) from error
 
 

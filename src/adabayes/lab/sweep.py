@@ -77,20 +77,18 @@ def run(
             loaded[name] = data.load(name, data_folder)
         return loaded[name]
 
-    outcomes = []
-    for spec in specs:
+    def one(spec: Spec) -> Outcome:
         display.started(spec)
-
-        def report(progress: Progress, spec: Spec = spec) -> None:
-            display.progressed(spec, progress)
-
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            warnings.showwarning = display.warned
-            outcome = attempt(spec, folder_of(spec, out), lambda name=spec.dataset: load(name), report, stop)  # type: ignore[misc]
+            warnings.showwarning = display.warned  # type: ignore[assignment]
+            outcome = attempt(
+                spec, folder_of(spec, out), lambda: load(spec.dataset), lambda p: display.progressed(spec, p), stop
+            )
         display.ended(spec, outcome.status, outcome.error)
-        outcomes.append(outcome)
-    return outcomes
+        return outcome
+
+    return [one(spec) for spec in specs]
 
 
 def _note(specs: Sequence[Spec], out: Path) -> None:
@@ -101,11 +99,10 @@ def _note(specs: Sequence[Spec], out: Path) -> None:
 
 def noted(out: Path) -> list[Spec]:
     """The runs that were asked for in a folder, and those that were copied into it."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in (out / "runs").glob("*/spec.json")]
     path = out / "sweep.json"
-    listed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    specs = {spec.folder: spec for spec in (Spec(**entry) for entry in [*listed, *found])}
-    return list(specs.values())
+    listed = [Spec(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
+    found = [RunFolder(path.parent).spec() for path in sorted((out / "runs").glob("*/spec.json"))]
+    return list({spec.folder: spec for spec in [*listed, *found]}.values())
 
 
 def attempt(
@@ -191,10 +188,10 @@ def _run_in_processes(
             return Outcome(spec, "interrupted")
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         said = f": {errors[-1].strip()}" if errors else ""
-        error = f"its process {how}{said}"
+        why = f"its process {how}{said}"
         with suppress(OSError):
-            folder.write("failed.json", {"error": error, "traceback": "".join(errors), "time": time.time()})
-        return Outcome(spec, "failed", error)
+            folder.write("failed.json", {"error": why, "traceback": "".join(errors), "time": time.time()})
+        return Outcome(spec, "failed", why)
 
     told = False
     with ThreadPoolExecutor(jobs) as pool:
@@ -229,14 +226,14 @@ def _epoch_seconds(spec: Spec, whole: Data) -> float:
     with torch.random.fork_rng(devices=[]):
         model, optimizer = training.make(spec, whole)
         loss = torch.nn.functional.cross_entropy
-        taken = []
+        taken: list[float] = []
         began = time.perf_counter()
-        while len(taken) < 4 and time.perf_counter() - began < 20 or len(taken) < 2:
+        while (len(taken) < 4 and time.perf_counter() - began < 20) or len(taken) < 2:
             started = time.perf_counter()
             inputs, targets = whole.train_batch(torch.arange(spec.batch_size), torch.Generator())
             output = model(inputs.to(spec.device))
             optimizer.zero_grad()
-            loss(output.flatten(0, -2), targets.to(spec.device).flatten()).backward()
+            loss(output.flatten(0, -2), targets.to(spec.device).flatten()).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             taken.append(time.perf_counter() - started)
         step = min(taken[1:])

@@ -9,7 +9,7 @@ import platform
 import subprocess
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +22,8 @@ from torch.nn import functional as F
 from adabayes import __version__, diagnostics
 from adabayes._machine import processor
 from adabayes.lab import models, optimizers
-from adabayes.lab.data import Data, DataError
+from adabayes.lab.data import Data
+from adabayes.lab.files import DataError
 from adabayes.lab.protocol import Spec, lr_factor
 from adabayes.lab.store import RunFolder
 from adabayes.optim._rates import TwoRateOptimizer
@@ -226,13 +227,16 @@ class _Run:
             self._recalibrate()
         self.model.eval()
         loss_sum, wrong, seen = 0.0, 0, 0
-        for indices in torch.arange(self.data.count("test")).split(self.spec.test_batch_size):
+        for indices in self._in_order("test", self.spec.test_batch_size):
             inputs, targets = self.data.test_batch(indices)
             loss, output = self._loss(inputs, targets)
             loss_sum += loss.item() * targets.numel()
             wrong += int((output.argmax(-1) != targets).sum())
             seen += targets.numel()
         return loss_sum / seen, 100 * wrong / seen
+
+    def _in_order(self, split: str, size: int) -> Sequence[Tensor]:
+        return torch.split(torch.arange(self.data.count(split)), size)
 
     def _recalibrate(self) -> None:
         norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -243,8 +247,7 @@ class _Run:
             norm.reset_running_stats()
             norm.momentum = None  # a plain average over all batches
         self.model.train()
-        batches = torch.arange(self.data.count("train")).split(self.spec.batch_size)[:_RECALIBRATION]
-        for i, indices in enumerate(batches):
+        for i, indices in enumerate(self._in_order("train", self.spec.batch_size)[:_RECALIBRATION]):
             self._loss(*self.data.train_batch(indices, _generator(self.spec.seed, "calibrate", self.at.epoch, i)))
         for norm, momentum in zip(norms, momenta):
             norm.momentum = momentum
@@ -307,7 +310,7 @@ def _note_environment(folder: RunFolder, data: Data) -> None:
         changed = [key for key in ("torch", "threads", "adabayes") if last[key] != now[key]]
         if changed:
             what = ", ".join(f"{key} {last[key]} then, {now[key]} now" for key in changed)
-            warnings.warn(f"{folder.path.name} goes on in another environment ({what}): its last digits may differ", stacklevel=2)
+            warnings.warn(f"{folder.path.name} goes on elsewhere ({what}): its last digits may differ", stacklevel=2)
     folder.write("environment.json", [*starts, now])
 
 
@@ -329,7 +332,8 @@ def environment() -> dict[str, Any]:
 def _commit() -> str | None:
     """The commit of the checkout that this package is run from, if it is; with + where files were changed since."""
     try:
-        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+        here = Path(__file__).parent
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10, cwd=here).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

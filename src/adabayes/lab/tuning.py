@@ -1,4 +1,4 @@
-"""Fair tuning: the same number of trials for every optimizer, over its own search space, judged on a validation split."""
+"""Fair tuning: as many trials for every optimizer, over its own search space, judged on a validation split."""
 
 from __future__ import annotations
 
@@ -120,7 +120,9 @@ def _trial(
     display: Display,
     stop: sweep.Stop,
 ) -> None:
-    space = {key: optuna.distributions.FloatDistribution(*limits, log=True) for key, limits in optimizer.search.items()}
+    space: dict[str, optuna.distributions.BaseDistribution] = {
+        key: optuna.distributions.FloatDistribution(*limits, log=True) for key, limits in optimizer.search.items()
+    }
     trial = study.ask(space)
     settings = {**optimizer.settings_for(protocol.models[0]), **trial.params}
     tried = replace(optimizer, settings=settings, of_models={})

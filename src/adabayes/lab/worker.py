@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from adabayes.lab import data, sweep
-from adabayes.lab.protocol import Spec
 from adabayes.lab.store import RunFolder
 from adabayes.lab.training import Interrupted, Progress
 
@@ -27,7 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     folder = RunFolder(args.folder)
-    spec = Spec(**folder.read("spec.json"))
+    spec = folder.spec()
     stop = sweep.Stop()
     stop.on_signals()
 
