@@ -133,6 +133,7 @@ if nothing had happened, bit for bit. Results are in --out: results.csv, results
     )
     _add_protocol(train)
     train.add_argument("--optimizer", required=True, metavar="NAME", help="one of the protocol's, as adabayes or sgd")
+    train.set_defaults(jobs=1)
     train.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
     train.add_argument(
         "--set", action="append", metavar="NAME=VALUE", help="a setting of the optimizer; may be repeated"
@@ -219,6 +220,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, mps, ... (default: cpu)")
     parser.add_argument("--autocast", choices=("bfloat16", "float16"), help="mixed precision (slow on most CPUs)")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument(
+        "--checkpoint-every",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="within an epoch; there is always one at its end (default: 60)",
+    )
     parser.add_argument("--no-channels-last", action="store_true", help="keep images in torch's usual layout")
     parser.add_argument(
         "--validation", type=float, metavar="SHARE", help="test on this share of the training data, not on the test set"

@@ -189,12 +189,16 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namespace) -> int:
+    for name in {spec.dataset for spec in specs} & set(files.SOURCES):
+        files.find(name, args.data)  # says what to do if it is not there, before anything is begun
+    if args.jobs < 1:
+        raise ProtocolError(f"--jobs {args.jobs}: there must be at least one run at a time")
     stop = sweep.Stop()
     stop.on_signals()
     out.mkdir(parents=True, exist_ok=True)
     try:
         with Display(len(specs), sum(spec.epochs for spec in specs)) as display:
-            outcomes = sweep.run(specs, out, display, stop, args.data, getattr(args, "jobs", 1))
+            outcomes = sweep.run(specs, out, display, stop, args.data, args.jobs, args.checkpoint_every)
     except (Interrupted, KeyboardInterrupt):
         results.write(chosen, results.collect(specs, out), out)
         return _stopped(args)

@@ -63,12 +63,18 @@ def folder_of(spec: Spec, out: Path) -> RunFolder:
 
 
 def run(
-    specs: Sequence[Spec], out: Path, display: Display, stop: Stop, data_folder: Path | None = None, jobs: int = 1
+    specs: Sequence[Spec],
+    out: Path,
+    display: Display,
+    stop: Stop,
+    data_folder: Path | None = None,
+    jobs: int = 1,
+    checkpoint_seconds: float = training.CHECKPOINT_SECONDS,
 ) -> list[Outcome]:
     """Do what is not done yet. Raises :class:`Interrupted` when it is stopped."""
     _note(specs, out)
     if jobs > 1:
-        return _run_in_processes(specs, out, display, stop, data_folder, jobs)
+        return _run_in_processes(specs, out, display, stop, data_folder, jobs, checkpoint_seconds)
     loaded: dict[str, Data] = {}
 
     def load(name: str) -> Data:
@@ -83,7 +89,12 @@ def run(
             warnings.simplefilter("always")
             warnings.showwarning = display.warned  # type: ignore[assignment]
             outcome = attempt(
-                spec, folder_of(spec, out), lambda: load(spec.dataset), lambda p: display.progressed(spec, p), stop
+                spec,
+                folder_of(spec, out),
+                lambda: load(spec.dataset),
+                stop,
+                report=lambda progress: display.progressed(spec, progress),
+                checkpoint_seconds=checkpoint_seconds,
             )
         display.ended(spec, outcome.status, outcome.error)
         return outcome
@@ -109,15 +120,14 @@ def attempt(
     spec: Spec,
     folder: RunFolder,
     load: Callable[[], Data],
-    report: Callable[[Progress], None],
     stop: Stop,
-    is_hopeless: Callable[[dict[str, Any]], bool] = lambda _: False,
+    **options: Any,
 ) -> Outcome:
-    """One run; what goes wrong in it is noted in its folder, and is no reason to stop others."""
+    """One run, with the options of ``train``; what goes wrong is noted in its folder, and no reason to stop others."""
     try:
         if result := folder.read("result.json"):
             return Outcome(spec, result["status"])
-        return Outcome(spec, training.train(spec, folder, load(), report, stop, is_hopeless))
+        return Outcome(spec, training.train(spec, folder, load(), should_stop=stop, **options))
     except Interrupted:
         raise
     except Busy as error:
@@ -131,7 +141,13 @@ def attempt(
 
 
 def _run_in_processes(
-    specs: Sequence[Spec], out: Path, display: Display, stop: Stop, data_folder: Path | None, jobs: int
+    specs: Sequence[Spec],
+    out: Path,
+    display: Display,
+    stop: Stop,
+    data_folder: Path | None,
+    jobs: int,
+    checkpoint_seconds: float,
 ) -> list[Outcome]:
     """A process for each run, ``jobs`` at a time, the cores shared out among them."""
     threads = max(1, torch.get_num_threads() // jobs)
@@ -158,6 +174,7 @@ def _run_in_processes(
         except OSError as error:
             return Outcome(spec, "failed", str(error))
         command = [sys.executable, "-m", "adabayes.lab.worker", str(folder.path), "--threads", str(threads)]
+        command += ["--checkpoint-every", str(checkpoint_seconds)]
         command += ["--data", str(data_folder)] if data_folder else []
         with lock:
             display.started(spec)

@@ -134,7 +134,9 @@ def _trial(
 
     display.started(spec)
     folder = sweep.folder_of(spec, out)
-    outcome = sweep.attempt(spec, folder, lambda: whole, lambda p: display.progressed(spec, p), stop, is_hopeless)
+    outcome = sweep.attempt(
+        spec, folder, lambda: whole, stop, report=lambda p: display.progressed(spec, p), is_hopeless=is_hopeless
+    )
     display.ended(spec, outcome.status, outcome.error)
     if outcome.status == "done":
         study.tell(trial, folder.metrics()[-1]["test_error"])

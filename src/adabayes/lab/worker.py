@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--checkpoint-every", type=float, required=True)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     folder = RunFolder(args.folder)
@@ -37,7 +38,14 @@ def main() -> None:
             stop.requested = True
 
     try:
-        outcome = sweep.attempt(spec, folder, lambda: data.load(spec.dataset, args.data), report, stop)
+        outcome = sweep.attempt(
+            spec,
+            folder,
+            lambda: data.load(spec.dataset, args.data),
+            stop,
+            report=report,
+            checkpoint_seconds=args.checkpoint_every,
+        )
     except Interrupted:
         sys.exit(130)
     print(json.dumps({"status": outcome.status, "error": outcome.error}), flush=True)
