@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from typing_extensions import Self
 
@@ -53,7 +54,7 @@ def runs(args: argparse.Namespace) -> int:
     rows = results.collect(specs, args.folder)
     for spec, row in zip(specs, rows):
         error = "" if row.final_test_error is None else f"{row.final_test_error:.2f}"
-        table.add_row(str(spec), row.status, f"{row.epochs}/{spec.epochs}", error, row.error or "")
+        table.add_row(str(spec), row.status, f"{row.epochs}/{spec.epochs}", error, escape(row.error or ""))
     console = Console()
     console.print(table)
     statuses = [row.status for row in rows]
@@ -157,7 +158,10 @@ class _FileProgress:
 
 
 def _chosen(args: argparse.Namespace) -> Protocol:
-    return protocol.load(args.protocol)
+    chosen = protocol.load(args.protocol)
+    if getattr(args, "validation", None) is None:
+        return chosen
+    return replace(chosen, validation=args.validation, published={})
 
 
 def _out(args: argparse.Namespace, chosen: Protocol) -> Path:
@@ -171,10 +175,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "autocast": args.autocast,
         "compile": args.compile or None,
         "channels_last": False if args.no_channels_last else None,
-        "validation": args.validation,
     }
-    if args.validation is not None and not 0 < args.validation < 1:
-        raise ProtocolError(f"--validation {args.validation}: it is a share of the training data, between 0 and 1")
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -207,7 +208,7 @@ def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namesp
     console = Console()
     for table in results.tables(chosen, rows):
         console.print(table)
-    console.print(f"{out / 'results.csv'}, {out / 'results.json'}; the runs are in {out / 'runs'}", soft_wrap=True)
+    print(f"{out / 'results.csv'}, {out / 'results.json'}; the runs are in {out / 'runs'}")
     others = [outcome for outcome in outcomes if outcome.status in ("failed", "running")]
     for outcome in others:
         print(f"{outcome.status}: {outcome.spec}: {outcome.error}", file=sys.stderr)

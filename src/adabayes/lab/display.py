@@ -16,12 +16,13 @@ try:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
+    from rich.text import Text
 except ImportError as error:
     raise ImportError("the lab needs rich and a few others: pip install 'adabayes[lab]'") from error
 
 __all__ = ["Display"]
 
-_COLOURS = {"done": "green", "diverged": "yellow", "failed": "red", "running": "cyan"}
+_COLOURS = {"done": "green", "diverged": "yellow", "pruned": "bright_black", "failed": "red", "running": "cyan"}
 
 
 class Display:
@@ -81,13 +82,13 @@ class Display:
         seconds = time.monotonic() - self._started.get(spec.folder, time.monotonic())
         last = self._last.get(spec.folder)
         figures = f", train loss {last.loss:.4f}, {seconds:.1f} s" if last else ", was there already"
-        colour = _COLOURS.get(status, "")
-        width = len(str(self.runs))
         self.console.print(
-            f"{self.finished:>{width}}/{self.runs} {spec}: [{colour}]{status}[/]"
-            + (f": {error}" if error else figures if status in ("done", "diverged") else ""),
-            highlight=False,
+            Text.assemble(
+                f"{self.finished:>{len(str(self.runs))}}/{self.runs} {spec}: ",
+                (status, _COLOURS.get(status, "")),
+                f": {error}" if error else figures,
+            )
         )
 
     def warned(self, message: Warning | str, *_: Any) -> None:
-        self.console.print(f"[yellow]warning:[/] {message}", highlight=False)
+        self.console.print(Text.assemble(("warning: ", "yellow"), str(message)))

@@ -304,7 +304,7 @@ def read_idx(path: Path) -> np.ndarray:
     expected = 4 + 4 * content[3] + int(shape.prod())
     if len(content) != expected:
         raise DataError(f"{path} has {len(content):,} bytes, not {expected:,} as it says: it is cut off or damaged")
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(shape)
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(shape).copy()
 
 
 def standard_library() -> Iterator[bytes]:

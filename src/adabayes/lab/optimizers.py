@@ -54,6 +54,16 @@ class Trainer:
         self.optimizer = optimizer
         self.switches = hasattr(optimizer, "train") and hasattr(optimizer, "eval")
 
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint must hold; some count steps in attributes that their state dict does not have."""
+        plain = {k: v for k, v in vars(self.optimizer).items() if k[0] != "_" and isinstance(v, int | float | str)}
+        return {"state_dict": self.optimizer.state_dict(), "attributes": plain}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["state_dict"])
+        for name, value in state["attributes"].items():
+            setattr(self.optimizer, name, value)
+
     def for_training(self) -> None:
         if self.switches:
             self.optimizer.train()  # type: ignore[attr-defined]

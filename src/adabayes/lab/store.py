@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from safetensors.torch import load, save
 from torch import Tensor
 
 from adabayes.lab.protocol import Spec
@@ -130,11 +131,9 @@ class RunFolder:
 
     def save(self, number: int, tree: JSON) -> None:
         """Write a checkpoint of plain data and tensors. It counts once its JSON is there, which is last."""
-        from safetensors.torch import save
-
         tensors: dict[str, Tensor] = {}
         content = save_tree(tree, tensors)
-        blob = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
+        blob = _blob(tensors)
         body = json.dumps(content)
         record = {"tensors": hashlib.sha256(blob).hexdigest(), "rest": _sha256(body), "content": body}
         write_atomically(self.path / f"checkpoint-{number}.safetensors", blob)
@@ -144,8 +143,6 @@ class RunFolder:
 
     def load(self) -> JSON | None:
         """The newest checkpoint that is whole, or None. Damaged ones are named in a warning."""
-        from safetensors.torch import load
-
         for number in self.checkpoints():
             path = self.path / f"checkpoint-{number}.json"
             try:
@@ -163,10 +160,7 @@ class RunFolder:
 
     def finish(self, model: torch.nn.Module, result: dict[str, JSON]) -> None:
         """Keep the weights and the result; checkpoints are of no more use."""
-        from safetensors.torch import save
-
-        weights = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
-        write_atomically(self.path / "model.safetensors", save(weights))
+        write_atomically(self.path / "model.safetensors", _blob(model.state_dict()))
         self.write("result.json", result)
         for number in self.checkpoints():
             self._delete(number)
@@ -243,6 +237,11 @@ def _room_for(path: Path) -> Iterator[None]:
             f"no room to write {path} ({error.strerror}). Nothing is lost: make room and give the same command, and "
             "the run goes on from its last checkpoint",
         ) from error
+
+
+def _blob(tensors: dict[str, Tensor]) -> bytes:
+    # Copies, for tensors may share memory, which safetensors refuses.
+    return save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
 
 
 def _sha256(text: str) -> str:

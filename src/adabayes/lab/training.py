@@ -112,7 +112,7 @@ class _Run:
         self._saved = self._reported = time.monotonic()
         if (saved := folder.load()) is not None:
             self.model.load_state_dict(saved["model"])
-            self.optimizer.load_state_dict(saved["optimizer"])
+            self.trainer.load(saved["optimizer"])
             self.at = _Position(**saved["position"])
 
     def run(self) -> str:
@@ -255,7 +255,7 @@ class _Run:
     def _save(self) -> None:
         tree = {
             "model": dict(self.model.state_dict()),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.trainer.state(),
             "position": asdict(self.at),
         }
         self.folder.save(self.at.epoch * self.steps + self.at.step, tree)

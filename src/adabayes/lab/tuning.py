@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,6 +72,7 @@ def tune(
             )
     protocol = replace(protocol, validation=protocol.validation or VALIDATION)
     whole = load()
+    display.finished = sum(len(search.finished) for search in searches(protocol, out))
     for i in range(budget):  # in turn, so that a search that is stopped early is fair as well
         for optimizer in protocol.optimizers.values():
             study = _study(protocol, optimizer, out)
@@ -89,10 +91,13 @@ def _study(protocol: Protocol, optimizer: OptimizerSpec, out: Path) -> optuna.St
     # Its name says all that the trials have in common, so that those of another setting are not taken for these.
     one = protocol.spec(protocol.datasets[0], protocol.models[0], replace(optimizer, settings={}), SEED)
     space = json.dumps(optimizer.search, sort_keys=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # since 2021
+        sampler = optuna.samplers.QMCSampler(scramble=True, seed=0, warn_independent_sampling=False)
     study = optuna.create_study(
         study_name=f"{one.folder} {space}",
         storage=JournalStorage(JournalFileBackend(str(out / "tune.journal"))),
-        sampler=optuna.samplers.QMCSampler(scramble=True, seed=0, warn_independent_sampling=False),
+        sampler=sampler,
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=max(1, protocol.epochs // 4)),
         direction="minimize",
         load_if_exists=True,

@@ -1,0 +1,44 @@
+"""Small protocols and the command line, for the lab's tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adabayes.lab import data, protocol
+from adabayes.lab.data import Data
+from adabayes.lab.protocol import Spec
+
+
+@pytest.fixture(scope="session")
+def digits() -> Data:
+    return data.load("digits")
+
+
+def spec_of(optimizer: str = "adabayes", **options: Any) -> Spec:
+    """A run of the quick protocol, made still shorter."""
+    quick = protocol.load("quick").narrowed(optimizers=[optimizer], seeds=1, epochs=2)
+    return replace(quick.runs()[0], **{"model_options": {"width": 4}, "batch_size": 128, **options})
+
+
+def adabayes(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command line, as a user runs it."""
+    command = [sys.executable, "-m", "adabayes", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def start(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "adabayes", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env={**os.environ}, **options)
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics without what depends on the clock."""
+    return [{key: value for key, value in row.items() if not key.endswith("seconds")} for row in rows]

@@ -1,0 +1,113 @@
+"""Tuning: fair, honest and resumable."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from optuna.trial import TrialState
+from rich.console import Console
+
+from adabayes.lab import data, protocol, sweep, tuning
+from adabayes.lab.data import Data
+from adabayes.lab.display import Display
+from adabayes.lab.protocol import Protocol, ProtocolError
+from adabayes.lab.store import RunFolder
+from adabayes.lab.training import Interrupted
+from tests.lab.conftest import adabayes, start
+
+COMMAND = ("tune", "--budget", "3", "--epochs", "2", "--optimizers", "sgd,adabayes")
+
+
+def small(epochs: int = 2) -> Protocol:
+    return protocol.load("quick").narrowed(optimizers=["sgd", "adabayes"], epochs=epochs)
+
+
+def tune(chosen: Protocol, budget: int, out: Path, stop: sweep.Stop | None = None) -> list[tuning.Search]:
+    with Display(1, 1, Console(quiet=True)) as display:
+        return tuning.tune(chosen, budget, out, lambda: data.load("digits"), display, stop or sweep.Stop())
+
+
+def test_every_optimizer_gets_the_same_trials_the_first_with_the_settings_as_given(tmp_path: Path) -> None:
+    found = tune(small(), 4, tmp_path)
+    assert [search.optimizer.name for search in found] == ["sgd", "adabayes"]
+    for search in found:
+        assert len(search.finished) == 4
+        given = search.optimizer.settings_for("resnet8")
+        assert search.trials[0].params == {key: pytest.approx(given[key]) for key in search.optimizer.search}
+        for trial in search.trials:
+            for key, (low, high) in search.optimizer.search.items():
+                assert low <= trial.params[key] <= high
+        assert len({trial.params["lr"] for trial in search.trials}) == 4
+        assert search.best is not None
+        assert search.best.value == min(t.value for t in search.trials if t.state == TrialState.COMPLETE)
+    more = tune(small(), 5, tmp_path)  # a larger budget adds to it
+    assert [t.params for t in more[0].trials[:4]] == [t.params for t in found[0].trials]
+    assert len(more[0].finished) == 5
+
+
+def test_trials_are_judged_on_held_out_training_data_with_a_seed_of_their_own(tmp_path: Path) -> None:
+    tune(small(), 1, tmp_path)
+    specs = [RunFolder(path).spec() for path in (tmp_path / "runs").iterdir()]
+    assert {spec.validation for spec in specs} == {tuning.VALIDATION}
+    assert not {spec.seed for spec in specs} & set(range(1000))
+
+
+def test_the_hopeless_are_pruned(tmp_path: Path) -> None:
+    found = tune(small(epochs=6), 8, tmp_path)
+    pruned = [t for search in found for t in search.trials if t.state == TrialState.PRUNED]
+    assert pruned
+    assert all(len(t.intermediate_values) < 6 for t in pruned)
+    statuses = [RunFolder(path).status() for path in (tmp_path / "runs").iterdir()]
+    assert statuses.count("pruned") == len(pruned)
+
+
+def test_a_search_that_was_stopped_ends_like_one_that_was_not(tmp_path: Path, digits: Data) -> None:
+    class StopAfter(sweep.Stop):
+        left = 60
+
+        def __call__(self) -> bool:
+            self.left -= 1
+            return self.left < 0
+
+    with pytest.raises(Interrupted):
+        tune(small(), 3, tmp_path / "stopped", StopAfter())
+    stopped = tune(small(), 3, tmp_path / "stopped")
+    whole = tune(small(), 3, tmp_path / "whole")
+    for a, b in zip(stopped, whole):
+        results = [sorted((t.params["lr"], t.value) for t in s.finished if t.value is not None) for s in (a, b)]
+        assert results[0] == results[1]
+        assert len(a.finished) == 3
+
+
+def test_the_command_writes_a_protocol_with_the_winners_and_a_picture(tmp_path: Path) -> None:
+    process = start(*COMMAND, "--out", tmp_path)
+    while not list(tmp_path.rglob("result.json")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    done = adabayes(*COMMAND, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    assert (tmp_path / "tune.png").read_bytes()[:4] == b"\x89PNG"
+    tuned = protocol.load(tmp_path / "tuned.toml")
+    assert list(tuned.optimizers) == ["sgd", "adabayes"]
+    for search in tuning.searches(small(), tmp_path):
+        assert search.best is None or tuned.optimizers[search.optimizer.name].settings["lr"] == search.best.params["lr"]
+    assert tuned.optimizers["adabayes"].settings["dynamics"] == "paper"
+    assert (tuned.epochs, tuned.validation, tuned.seeds) == (2, 0.0, (0, 1, 2))
+    compared = adabayes(
+        "reproduce", "--protocol", tmp_path / "tuned.toml", "--out", tmp_path / "compared", "--seeds", "1"
+    )
+    assert compared.returncode == 0, compared.stderr
+
+
+def test_what_cannot_be_tuned_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ProtocolError, match="one data set and one model at a time"):
+        tune(protocol.load("paper"), 1, tmp_path)
+    path = tmp_path / "mine.toml"
+    path.write_text("extends = 'quick'\ncompare = ['radam']\n[optimizers.radam]\nclass = 'torch.optim.RAdam'\n")
+    with pytest.raises(ProtocolError, match=r"\[optimizers.radam\] has nothing to search"):
+        tune(protocol.load(path), 1, tmp_path)
