@@ -4,17 +4,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: bench demo test test-versions sanitize lint clean
+.PHONY: bench bench-lab demo test test-long test-versions sanitize lint clean
 .DELETE_ON_ERROR:
 
-demo: $(READY)  ## train a small network with four optimizers, print a table and draw a picture
-	$(BIN)/python examples/demo.py
+demo: $(READY)  ## the paper's nine optimizers on handwritten digits, to a table
+	$(BIN)/adabayes reproduce
 
 test: $(READY)  ## everything that must hold, in a few minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+test-long: $(READY)  ## what takes longer: many kills, compiled training, the whole of CIFAR (set ADABAYES_DATA)
+	$(BIN)/pytest -m long
+
+bench-lab: $(READY)  ## the lab's batches and training loop against the usual ones, 2 minutes
+	$(BIN)/python benchmarks/lab.py
 
 bench: $(READY)  ## time a step against torch's optimizers: 1 and 2 threads, 10 minutes
 	$(BIN)/adabayes bench --threads 1

@@ -30,16 +30,16 @@ def test_links_between_files_lead_somewhere(document: Path) -> None:
         assert (document.parent / target).exists(), f"{document.name} links to {target}, which does not exist"
 
 
-def test_demo_trains_prints_and_draws(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "examples" / "demo.py", "--epochs", "2", "--seeds", "1", "--out", tmp_path]
+def test_the_example_trains_prints_and_draws(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "examples" / "digits.py", "--epochs", "2", "--seeds", "1", "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     for name in ("SGD", "AdamW", "AdaBayes", "AdaBayes-FP", "8.weight"):
         assert re.search(rf"^ *{re.escape(name)} ", done.stdout, re.MULTILINE), done.stdout
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_demo_refuses_nonsense() -> None:
-    command = [sys.executable, ROOT / "examples" / "demo.py", "--epochs", "0"]
+def test_the_example_refuses_nonsense() -> None:
+    command = [sys.executable, ROOT / "examples" / "digits.py", "--epochs", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--epochs 0 --seeds 3: both must be at least 1" in done.stderr

@@ -1,6 +1,6 @@
 """Train a small network on handwritten digits with SGD, AdamW, AdaBayes and AdaBayes-FP; print a table, draw a picture.
 
-    python examples/demo.py [--epochs 30] [--seeds 3] [--out out/demo]
+    python examples/digits.py [--epochs 30] [--seeds 3] [--out out/digits]
 
 What one sees: the pair train, given AdamW's learning rate and SGD's, to the same test error as either, within the
 noise of seeds (digits are easy: this shows that things work, not which is better); and which weights AdaBayes moved
@@ -157,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=30, help="of each run (default: 30)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each optimizer (default: 3)")
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the picture (default: out/demo)")
+    parser.add_argument("--out", type=Path, default=Path("out/digits"), help="folder for the picture (default: out/digits)")
     args = parser.parse_args()
     if args.epochs < 1 or args.seeds < 1:
         parser.error(f"--epochs {args.epochs} --seeds {args.seeds}: both must be at least 1")
