@@ -157,7 +157,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=30, help="of each run (default: 30)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each optimizer (default: 3)")
-    parser.add_argument("--out", type=Path, default=Path("out/digits"), help="folder for the picture (default: out/digits)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/digits"), help="folder for the picture (default: out/digits)"
+    )
     args = parser.parse_args()
     if args.epochs < 1 or args.seeds < 1:
         parser.error(f"--epochs {args.epochs} --seeds {args.seeds}: both must be at least 1")

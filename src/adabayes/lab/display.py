@@ -13,8 +13,9 @@ from adabayes.lab.protocol import Spec
 from adabayes.lab.training import Progress
 
 try:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
     from rich.text import Text
 except ImportError as error:
@@ -34,53 +35,54 @@ class Display:
         self.runs, self.finished = runs, 0
         self._started: dict[str, float] = {}
         self._last: dict[str, Progress] = {}
-        self._bars = Bars(
+        self._all = Bars(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
+            TextColumn("epochs,"),
             TimeElapsedColumn(),
-            TextColumn("left"),
+            TextColumn("gone,"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[state]}"),
-            console=self.console,
-            disable=not self.live,
-            transient=True,
+            TextColumn("left"),
         )
-        self._all = self._bars.add_task("all epochs", total=epochs, state="")
-        self._tasks: dict[str, Any] = {}
+        self._task = self._all.add_task("", total=epochs)
+        self._each = Bars(TextColumn("{task.description}"), TextColumn("{task.fields[state]}"))
+        self._rows: dict[str, TaskID] = {}
+        self._done: dict[str, float] = {}  # epochs of each run
+        self._screen = Live(Group(self._each, self._all), console=self.console, transient=True, refresh_per_second=4)
 
     def __enter__(self) -> Self:
-        self._bars.start()
+        if self.live:
+            self._screen.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bars.stop()
+        self._screen.stop()
 
     def started(self, spec: Spec) -> None:
         self._started[spec.folder] = time.monotonic()
-        self._tasks[spec.folder] = self._bars.add_task(str(spec), total=spec.epochs, state="")
+        self._rows[spec.folder] = self._each.add_task(str(spec), total=None, state="")
+        self._count()
 
     def progressed(self, spec: Spec, progress: Progress) -> None:
         self._last[spec.folder] = progress
-        state = f"loss {progress.loss:.3f}, error {progress.error:.1f} %"
+        state = f"epoch {progress.epoch + 1}/{spec.epochs}, loss {progress.loss:.3f}, error {progress.error:.1f} %"
         if progress.test_error is not None:
-            state += f", test {progress.test_error:.2f} %"
-        task = self._tasks.get(spec.folder)
-        if task is not None:
-            self._bars.update(task, completed=progress.step * spec.epochs // progress.steps, state=state)
-            done = sum(t.completed for t in self._bars.tasks if t.id != self._all)
-            self._bars.update(self._all, completed=done, state=f"run {self.finished + 1} of {self.runs}")
+            state += f", test {progress.test_error:.1f} %"
+        self._each.update(self._rows[spec.folder], state=state)
+        self._done[spec.folder] = spec.epochs * progress.step / progress.steps
+        self._count()
 
     def ended(self, spec: Spec, status: str, error: str | None) -> None:
         self.finished += 1
-        task = self._tasks.get(spec.folder)
-        if task is None:
-            task = self._tasks[spec.folder] = self._bars.add_task(str(spec), total=spec.epochs, state="")
-        self._bars.update(task, completed=spec.epochs, visible=False)
-        seconds = time.monotonic() - self._started.get(spec.folder, time.monotonic())
+        self._done[spec.folder] = spec.epochs
+        if spec.folder in self._rows:
+            self._each.remove_task(self._rows.pop(spec.folder))
+        self._count()
         last = self._last.get(spec.folder)
+        seconds = time.monotonic() - self._started.get(spec.folder, 0)
         figures = f", train loss {last.loss:.4f}, {seconds:.1f} s" if last else ", was there already"
         self.console.print(
             Text.assemble(
@@ -89,6 +91,10 @@ class Display:
                 f": {error}" if error else figures,
             )
         )
+
+    def _count(self) -> None:
+        running = min(self.finished + 1, self.runs)
+        self._all.update(self._task, description=f"run {running} of {self.runs}", completed=sum(self._done.values()))
 
     def warned(self, message: Warning | str, *_: Any) -> None:
         self.console.print(Text.assemble(("warning: ", "yellow"), str(message)))
