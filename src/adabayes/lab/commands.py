@@ -27,7 +27,10 @@ def reproduce(args: argparse.Namespace) -> int:
     specs = chosen.runs(**_options(args))
     if args.dry_run:
         return _dry_run(specs, out, args.data)
-    return _sweep(chosen, specs, out, args)
+    code = _sweep(chosen, specs, out, args)
+    results.write(chosen, results.collect(specs, out), out)
+    print(f"{out / 'results.csv'}, {out / 'results.json'}; the runs are in {out / 'runs'}")
+    return code
 
 
 def train(args: argparse.Namespace) -> int:
@@ -201,14 +204,9 @@ def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namesp
         with Display(len(specs), sum(spec.epochs for spec in specs)) as display:
             outcomes = sweep.run(specs, out, display, stop, args.data, args.jobs, args.checkpoint_every)
     except (Interrupted, KeyboardInterrupt):
-        results.write(chosen, results.collect(specs, out), out)
         return _stopped(args)
-    rows = results.collect(specs, out)
-    results.write(chosen, rows, out)
-    console = Console()
-    for table in results.tables(chosen, rows):
-        console.print(table)
-    print(f"{out / 'results.csv'}, {out / 'results.json'}; the runs are in {out / 'runs'}")
+    for table in results.tables(chosen, results.collect(specs, out)):
+        Console().print(table)
     others = [outcome for outcome in outcomes if outcome.status in ("failed", "running")]
     for outcome in others:
         print(f"{outcome.status}: {outcome.spec}: {outcome.error}", file=sys.stderr)

@@ -220,14 +220,15 @@ def plot(found: list[Search], path: Path) -> None:
             if name not in search.optimizer.search:
                 ax.axis("off")
                 continue
-            ax.set(xscale="log", yscale="log", xlim=search.optimizer.search[name])
+            ax.set(xscale="log", xlim=search.optimizer.search[name])
+            ax.set_yscale("symlog", linthresh=0.1)  # an error may be 0
             for state, colour, label in (
                 (TrialState.PRUNED, "0.75", "pruned, at its last epoch"),
                 (TrialState.COMPLETE, "tab:green", "complete"),
             ):
                 trials = [t for t in search.finished if t.state == state and name in t.params]
                 errors = [t.value if state == TrialState.COMPLETE else _last(t) for t in trials]
-                ax.scatter([t.params[name] for t in trials], errors, s=18, color=colour, label=label)
+                ax.scatter([t.params[name] for t in trials], errors, s=18, color=colour, label=label, clip_on=False)
             if search.best:
                 ax.axvline(search.best.params[name], color="tab:green", linewidth=0.8)
     for name, ax in zip(names, axes[0]):
