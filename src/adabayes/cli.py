@@ -217,8 +217,8 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, mps, ... (default: cpu)")
-    parser.add_argument("--autocast", choices=("bfloat16", "float16"), help="mixed precision (slow on most CPUs)")
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu, cuda, mps, ... (default: cpu)")
+    parser.add_argument("--autocast", action="store_true", help="mixed precision, in bfloat16 (slow on most CPUs)")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument(
         "--checkpoint-every",

@@ -156,6 +156,7 @@ def test_folders_of_runs_are_merged_by_copying(tmp_path: Path) -> None:
         (["reproduce", "--epochs", "0"], "epochs is 0"),
         (["reproduce", "--seeds", "0"], "there are no seeds"),
         (["reproduce", "--jobs", "0"], "--jobs 0"),
+        (["reproduce", "--device", "abacus"], "--device abacus: Expected one of cpu, cuda"),
         (["reproduce", "--validation", "2"], "validation is 2.0; it must be a share"),
         (["reproduce", "--protocol", "mini", "--data", "nowhere"], "cifar10: no data_batch_1 in nowhere"),
         (["train", "--optimizer", "sgd", "--protocol", "paper"], "choose with --dataset and --model"),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -172,14 +173,18 @@ def _out(args: argparse.Namespace, chosen: Protocol) -> Path:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of a Spec that were given."""
+    """Those of a Spec."""
     options = {
         "device": args.device,
         "autocast": args.autocast,
-        "compile": args.compile or None,
-        "channels_last": False if args.no_channels_last else None,
+        "compile": args.compile,
+        "channels_last": not args.no_channels_last,
     }
-    return {name: value for name, value in options.items() if value is not None}
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ProtocolError(f"--device {args.device}: {str(error).splitlines()[0]}") from error
+    return options
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -61,7 +61,7 @@ class Spec:
     validation: float = 0.0  # share of the training data that is tested on in place of the test set
     device: str = "cpu"
     channels_last: bool = True
-    autocast: str | None = None  # "bfloat16" or "float16"
+    autocast: bool = False  # mixed precision, in bfloat16
     compile: bool = False
 
     @property

@@ -182,14 +182,14 @@ class _Run:
         return math.isfinite(at.loss)
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.spec.channels_last:
+            inputs = inputs.contiguous()
         with self._autocast():
             output = self.call(inputs)
             return F.cross_entropy(output.flatten(0, -2), targets.flatten()), output
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self.spec.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=getattr(torch, self.spec.autocast))
+        return torch.autocast(self.device.type, torch.bfloat16) if self.spec.autocast else nullcontext()
 
     def _set_lr(self, progress: float) -> None:
         factor = lr_factor(self.spec.schedule, progress)
