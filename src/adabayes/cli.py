@@ -155,6 +155,7 @@ sensitive each optimizer is. The same command goes on where it was stopped; a la
     _add_protocol(tune)
     tune.add_argument("--optimizers", type=_names, metavar="A,B,...", help="of the protocol's (default: all)")
     tune.add_argument("--budget", type=int, required=True, metavar="N", help="trials of each optimizer")
+    _add_training(tune)
 
     runs = _command(commands, "runs", "what is done, running, missing, failed", "Lists the runs of a folder.")
     runs.add_argument("folder", type=Path, metavar="DIR", help="what was --out, like out/quick")
@@ -191,6 +192,8 @@ def _run_lab(parser: argparse.ArgumentParser, function: str, args: argparse.Name
         code = act(args)
     except (ValueError, OSError, ImportError) as error:  # what the user can mend
         parser.exit(1, f"adabayes: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "stopped\n")
     sys.exit(code)
 
 

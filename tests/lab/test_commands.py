@@ -8,12 +8,18 @@ import os
 import signal
 import statistics
 import time
+import warnings
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from adabayes.lab import results, sweep
+from adabayes.lab.data import Data
+from adabayes.lab.display import Display
+from adabayes.lab.protocol import load
 from adabayes.lab.store import RunFolder
-from tests.lab.conftest import adabayes, start
+from tests.lab.conftest import adabayes, spec_of, start
 
 PROTOCOL = """
 extends = "quick"
@@ -92,6 +98,7 @@ def test_a_run_that_diverges_is_shown_as_such_and_is_no_failure(protocol: Path, 
     done = adabayes("reproduce", "--protocol", protocol, "--out", tmp_path / "out", "--seeds", "1")
     assert done.returncode == 0, done.stderr
     assert "SGD (diverged)" in done.stdout
+    assert "already" not in done.stderr
 
 
 def test_a_killed_process_fails_its_run_alone(tmp_path: Path) -> None:
@@ -121,6 +128,94 @@ def test_dry_run_lists_and_estimates_and_leaves_nothing(protocol: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_dry_run_measures_any_optimizer(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    for text in ("'schedulefree.AdamWScheduleFree'", "'ivon.IVON'\nlr = 0.1\ness = 1438"):
+        path.write_text(f"extends = 'quick'\nbatch_size = 5000\ncompare = ['x']\n[optimizers.x]\nclass = {text}\n")
+        done = adabayes("reproduce", "--protocol", path, "--dry-run", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "on this machine" in done.stdout
+
+
+def test_a_narrower_comparison_keeps_the_rows_of_the_others(protocol: Path, tmp_path: Path) -> None:
+    command = ("reproduce", "--protocol", protocol, "--out", tmp_path / "out", "--seeds", "1")
+    assert adabayes(*command).returncode == 0
+    done = adabayes(*command, "--optimizers", "adabayes")
+    assert "SGD" not in done.stdout
+    with (tmp_path / "out" / "results.csv").open() as file:
+        assert [row["optimizer"] for row in csv.DictReader(file)] == ["adabayes", "sgd"]
+
+
+@pytest.mark.parametrize("name", ["result.json", "spec.json", "environment.json", "sweep.json"])
+@pytest.mark.parametrize("content", ["", "{", '{"no": 1}'])
+def test_a_damaged_small_file_is_named_and_does_not_stop_a_comparison(
+    digits: Data, name: str, content: str, tmp_path: Path
+) -> None:
+    if name in ("result.json", "environment.json") and content == '{"no": 1}':
+        pytest.skip("is no damage that a kill, or a full disk, can do")
+    spec = spec_of(epochs=1)
+    folder = sweep.folder_of(spec, tmp_path)
+    with Display(1, 1, Console(quiet=True)) as display:
+        sweep.run([spec], tmp_path, display, sweep.Stop())
+        path = tmp_path / name if name == "sweep.json" else folder.path / name
+        path.write_text(content if name != "sweep.json" or content != '{"no": 1}' else '[{"no": 1}]')
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            specs, status = sweep.noted(tmp_path), folder.status()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (outcome,) = sweep.run([spec], tmp_path, display, sweep.Stop())
+    assert name == "environment.json" or any(f"{name} is" in str(w.message) for w in warned)
+    assert specs == [spec]
+    assert status == "done" or name == "result.json"
+    assert outcome.status == "done"
+
+
+def test_an_optimizer_that_prints_does_not_disturb_a_sweep_in_processes(protocol: Path, tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text(
+        "import torch\nclass Loud(torch.optim.SGD):\n"
+        "    def step(self, *a):\n        print('hello')\n        super().step(*a)\n"
+    )
+    with protocol.open("a") as file:
+        file.write("[optimizers.sgd]\nclass = 'loud.Loud'\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = adabayes("reproduce", "--protocol", protocol, "--jobs", "2", "--out", tmp_path / "out", env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_with_jobs_a_damaged_checkpoint_is_named_too(tmp_path: Path) -> None:
+    command = ("reproduce", "--optimizers", "sgd", "--seeds", "1", "--epochs", "6", "--jobs", "2")
+    options = ("--checkpoint-every", "0.02", "--out", tmp_path)
+    process = start(*command, *options)
+    while not list(tmp_path.rglob("checkpoint-*.json")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    (folder,) = (tmp_path / "runs").iterdir()
+    newest = RunFolder(folder).checkpoints()[0]
+    (folder / f"checkpoint-{newest}.json").write_text("{")
+    done = adabayes(*command, *options)
+    assert done.returncode == 0, done.stderr
+    assert f"checkpoint-{newest}.json is damaged" in done.stderr
+
+
+def test_tables_are_printed_whole_where_there_is_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paper = load("paper").narrowed(["cifar100"], ["densenet121"])
+    rows = [
+        results.Row("cifar100", "densenet121", name, seed, "done", 200, 23.456 + seed, 1.2345 + seed, 23.456, 1.2345,
+                    milliseconds_per_step=123.4)
+        for name in paper.optimizers for seed in range(3)
+    ]  # fmt: skip
+    for table in results.tables(paper, rows):
+        results.show(table)
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert "21.29" in printed
+    assert "24.46 ±0.58" in printed
+
+
 def test_train_takes_settings(tmp_path: Path) -> None:
     done = adabayes(
         "train", "--optimizer", "adabayes", "--set", "lr=0.02", "--set", "dynamics=exact", "--seed", "7",
@@ -130,6 +225,7 @@ def test_train_takes_settings(tmp_path: Path) -> None:
     assert "validation set" in done.stdout
     (path,) = (tmp_path / "runs").iterdir()
     spec = RunFolder(path).spec()
+    assert spec is not None
     assert (spec.settings["lr"], spec.settings["dynamics"], spec.settings["lr_sgd"]) == (0.02, "exact", 0.1)
     assert (spec.seed, spec.channels_last, spec.validation) == (7, False, 0.1)
 

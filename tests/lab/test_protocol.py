@@ -60,7 +60,7 @@ def test_the_papers_protocol_is_that_of_luo_et_al() -> None:
     assert factors == [1.0, 1.0, 0.1, 0.1]
 
 
-def test_the_papers_figures_go_with_the_papers_protocol_alone() -> None:
+def test_the_papers_figures_go_with_the_papers_protocol_alone(tmp_path: Path) -> None:
     paper = protocol.load("paper")
     assert paper.published["cifar100"]["densenet121"]["sgd"] == [21.29, 0.774]
     assert paper.published["cifar10"]["resnet34"]["adabayes"] == [4.84, 0.229]
@@ -68,6 +68,13 @@ def test_the_papers_figures_go_with_the_papers_protocol_alone() -> None:
     assert protocol.load("mini").published == {}
     assert paper.narrowed(epochs=10).published == {}
     assert paper.narrowed(seeds=1).published == paper.published
+    path = tmp_path / "mine.toml"
+    path.write_text("extends = 'paper'\nseeds = 1\n[optimizers.sgd]\nlr = 0.5")
+    figures = protocol.load(path).published["cifar10"]["resnet34"]
+    assert "sgd" not in figures
+    assert figures["adam"] == [7.11, 0.239]
+    path.write_text("extends = 'paper'\nmodel_options = { width = 8 }")
+    assert protocol.load(path).published == {}
 
 
 def test_mini_is_the_papers_protocol_with_a_drop_at_epoch_9_of_12() -> None:
@@ -122,6 +129,21 @@ def test_a_file_can_extend_a_protocol_and_name_any_optimizer(tmp_path: Path) -> 
         ("extends = 'quick'\nbatch_size = 1.5", "batch_size is 1.5"),
         ("extends = 'quick'\ndatasets = ['imagenet']", "unknown data set 'imagenet'; there are digits"),
         ("extends = 'quick'\ndatasets = 'digits'", "must be a list"),
+        ("extends = 'quick'\ndatasets = ['digits', 'digits']", "'digits' is twice among the datasets"),
+        ("extends = 'quick'\nseeds = [0, 0]", "0 is twice among the seeds"),
+        ("extends = 'quick'\nseeds = 1.5", "seeds is 1.5; it must be a number of seeds"),
+        ("extends = 'quick'\nseeds = 'abc'", "seeds is 'abc'"),
+        ("extends = 'quick'\nseeds = [-1]", "a seed is -1"),
+        ("extends = 'quick'\nepochs = true", "epochs is True"),
+        ("extends = 'quick'\nvalidation = 'x'", "validation is 'x'"),
+        ("extends = 'quick'\nschedule = 'step'", "schedule is 'step'; it must be a table"),
+        ("extends = 'quick'\ncompare = 3", "compare is 3"),
+        ("extends = 'mine.toml'", "mine.toml extends itself"),
+        ("extends = 'quick'\n[optimizers.sgd]\nsearch = 3", "search in .*sgd.* is 3"),
+        ("extends = 'quick'\n[optimizers.sgd]\nsearch = { lr = ['a', 'b'] }", "two numbers"),
+        ("extends = 'quick'\n[optimizers.sgd]\nmodels = { resnet8 = 3 }", "models.resnet8 in .* is 3"),
+        ("extends = 'quick'\n[optimizers.sgd]\nlabel = 3", "label in .* is 3"),
+        ("extends = 'quick'\n[optimizers.sgd]\nlr = 2020-01-01", "which no optimizer takes"),
         ("extends = 'quick'\nmodels = ['vgg']", "unknown model 'vgg'; there are resnet8"),
         ("extends = 'quick'\ncompare = ['sgdd']", "unknown optimizer 'sgdd'"),
         ("extends = 'quick'\nseeds = 0", "there are no seeds"),

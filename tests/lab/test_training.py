@@ -43,7 +43,7 @@ def test_what_one_did_before_does_not_matter_and_is_not_disturbed(digits: Data, 
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_optimizers_start_from_the_same_weights_and_see_the_same_batches(digits: Data) -> None:
+def test_optimizers_start_from_the_same_weights(digits: Data) -> None:
     states = [training.make(spec_of(name), digits)[0].state_dict() for name in ("sgd", "adabayes")]
     assert all(torch.equal(a, b) for a, b in zip(states[0].values(), states[1].values()))
 
@@ -107,6 +107,8 @@ def test_with_a_validation_split_the_test_set_is_not_looked_at(digits: Data, tmp
     spoilt = Images(**{**vars(digits), "test_y": digits.test_y * 0 + 99})  # would be out of range
     (row,) = rows(spec_of(epochs=1, validation=0.2), spoilt, tmp_path)
     assert math.isfinite(row["test_loss"])
+    with pytest.raises(ValueError, match="validation 1e-05 leaves no example to test on"):
+        rows(spec_of(validation=1e-5), digits, tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,11 @@ def test_compiled_models_train_to_about_the_same_and_resume(digits: Data, tmp_pa
     plain = rows(spec_of("sgd"), digits, tmp_path / "plain")
     compiled = rows(spec_of("sgd", compile=True), digits, tmp_path / "compiled")
     assert compiled[-1]["train_loss"] == pytest.approx(plain[-1]["train_loss"], rel=1e-2)
+    stops = iter([False] * 15 + [True])
+    folder = RunFolder(tmp_path / "stopped")
+    with pytest.raises(training.Interrupted):
+        train(spec_of("sgd", compile=True), folder, digits, should_stop=lambda: next(stops))
+    assert without_times(rows(spec_of("sgd", compile=True), digits, folder.path)) == without_times(compiled)
 
 
 def test_progress_tells_how_far_it_is(digits: Data, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from adabayes.lab import data, protocol, sweep, tuning
 from adabayes.lab.data import Data
 from adabayes.lab.display import Display
 from adabayes.lab.protocol import Protocol, ProtocolError
-from adabayes.lab.store import RunFolder
+from adabayes.lab.store import RunFolder, exclusive
 from adabayes.lab.training import Interrupted
 from tests.lab.conftest import adabayes, start
 
@@ -27,7 +27,9 @@ def small(epochs: int = 2) -> Protocol:
 
 def tune(chosen: Protocol, budget: int, out: Path, stop: sweep.Stop | None = None) -> list[tuning.Search]:
     with Display(1, 1, Console(quiet=True)) as display:
-        return tuning.tune(chosen, budget, out, lambda: data.load("digits"), display, stop or sweep.Stop())
+        failures = tuning.tune(chosen, budget, out, lambda: data.load("digits"), display, stop or sweep.Stop())
+    assert not failures
+    return tuning.searches(chosen, out)
 
 
 def test_every_optimizer_gets_the_same_trials_the_first_with_the_settings_as_given(tmp_path: Path) -> None:
@@ -50,9 +52,42 @@ def test_every_optimizer_gets_the_same_trials_the_first_with_the_settings_as_giv
 
 def test_trials_are_judged_on_held_out_training_data_with_a_seed_of_their_own(tmp_path: Path) -> None:
     tune(small(), 1, tmp_path)
-    specs = [RunFolder(path).spec() for path in (tmp_path / "runs").iterdir()]
+    specs = [spec for path in (tmp_path / "runs").iterdir() if (spec := RunFolder(path).spec())]
+    assert len(specs) == 2
     assert {spec.validation for spec in specs} == {tuning.VALIDATION}
     assert not {spec.seed for spec in specs} & set(range(1000))
+
+
+def test_trials_with_other_fixed_settings_are_not_taken_for_these(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    text = "extends = 'quick'\ncompare = ['sgd']\nepochs = 1\n[optimizers.sgd]\nnesterov = {}\n"
+    for nesterov in ("true", "false"):
+        path.write_text(text.format(nesterov))
+        (search,) = tune(protocol.load(path), 1, tmp_path)
+        assert len(search.finished) == 1
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_what_failed_is_named_and_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    text = "extends = 'quick'\ncompare = ['sgd', 'adam']\nepochs = 1\n"
+    path.write_text(text + "[optimizers.sgd]\nclass = 'torch.optim.Sgd'\n")
+    command = ("tune", "--protocol", path, "--budget", "2", "--out", tmp_path / "out")
+    done = adabayes(*command)
+    assert done.returncode == 1
+    assert "failed: digits resnet8 sgd seed 1000003: there is no Sgd in torch.optim" in done.stderr
+    assert list(protocol.load(tmp_path / "out" / "tuned.toml").optimizers) == ["adam"]
+    chosen = protocol.load(path)
+    assert [len(search.finished) for search in tuning.searches(chosen, tmp_path / "out")] == [0, 2]
+    assert adabayes(*command).returncode == 1
+    assert [len(search.trials) for search in tuning.searches(chosen, tmp_path / "out")] == [2, 2]
+
+
+def test_two_searches_do_not_get_into_each_others_way(tmp_path: Path) -> None:
+    with exclusive(tmp_path / ".lock", ""):
+        done = adabayes(*COMMAND, "--out", tmp_path)
+    assert done.returncode == 1
+    assert "another process is tuning in" in done.stderr
 
 
 def test_the_hopeless_are_pruned(tmp_path: Path) -> None:
@@ -111,3 +146,12 @@ def test_what_cannot_be_tuned_is_named(tmp_path: Path) -> None:
     path.write_text("extends = 'quick'\ncompare = ['radam']\n[optimizers.radam]\nclass = 'torch.optim.RAdam'\n")
     with pytest.raises(ProtocolError, match=r"\[optimizers.radam\] has nothing to search"):
         tune(protocol.load(path), 1, tmp_path)
+    path.write_text("extends = 'quick'\ncompare = ['sgd']\n[optimizers.sgd]\nlr = 50.0\n")
+    with pytest.raises(ProtocolError, match=r"lr = 50.0, which is outside of its search, 0.001 to 1.0"):
+        tune(protocol.load(path), 1, tmp_path)
+
+
+@pytest.mark.parametrize("name", protocol.NAMES)
+def test_the_protocols_that_come_with_the_package_can_be_tuned(name: str) -> None:
+    chosen = protocol.load(name)
+    tuning.check(chosen.narrowed(chosen.datasets[:1], chosen.models[:1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,7 @@ def reproduce(args: argparse.Namespace) -> int:
     specs = chosen.runs(**_options(args))
     if args.dry_run:
         return _dry_run(specs, out, args.data)
-    code = _sweep(chosen, specs, out, args)
-    results.write(chosen, results.collect(specs, out), out)
-    print(f"{out / 'results.csv'}, {out / 'results.json'}; the runs are in {out / 'runs'}")
-    return code
+    return _sweep(chosen, specs, out, args)
 
 
 def train(args: argparse.Namespace) -> int:
@@ -43,6 +41,8 @@ def train(args: argparse.Namespace) -> int:
         )
     optimizer = chosen.optimizers[args.optimizer]
     settings = optimizer.settings_for(chosen.models[0]) | dict(map(_setting, args.set or ()))
+    if args.set:
+        chosen = replace(chosen, published={})
     optimizer = replace(optimizer, settings=settings, of_models={})
     spec = chosen.spec(chosen.datasets[0], chosen.models[0], optimizer, args.seed, **_options(args))
     return _sweep(chosen, [spec], _out(args, chosen), args)
@@ -72,23 +72,35 @@ def tune(args: argparse.Namespace) -> int:
     chosen = _chosen(args).narrowed(args.dataset, args.model, args.optimizers, None, args.epochs)
     if args.budget < 1:
         raise ProtocolError(f"--budget {args.budget}: there must be at least one trial of each optimizer")
+    tuning.check(chosen)
+    _check_data(chosen.datasets, args.data)
     out = args.out or Path("out") / f"{chosen.name}-tuning"
     trials = args.budget * len(chosen.optimizers)
     stop = sweep.Stop()
     stop.on_signals()
     try:
         with Display(trials, trials * chosen.epochs) as display:
-            found = tuning.tune(
-                chosen, args.budget, out, lambda: data.load(chosen.datasets[0], args.data), display, stop
+            failures = tuning.tune(
+                chosen,
+                args.budget,
+                out,
+                lambda: data.load(chosen.datasets[0], args.data),
+                display,
+                stop,
+                **_options(args),
             )
     except (Interrupted, KeyboardInterrupt):
         return _stopped(args)
-    Console().print(tuning.table(found))
-    tuning.plot(found, out / "tune.png")
-    tuning.write_protocol(chosen, args.protocol, found, out / "tuned.toml")
-    print(f"{out / 'tune.png'} shows each search. Compare on fresh seeds with:")
-    print(f"adabayes reproduce --protocol {out / 'tuned.toml'}")
-    return 0
+    found = tuning.searches(chosen, out)
+    results.show(tuning.table(found))
+    if any(search.best for search in found):
+        tuning.plot(found, out / "tune.png")
+        tuning.write_protocol(chosen, args.protocol, found, out / "tuned.toml")
+        print(f"{out / 'tune.png'} shows each search. Compare on fresh seeds with:")
+        print(f"adabayes reproduce --protocol {out / 'tuned.toml'}")
+    for outcome in failures:
+        print(f"{outcome.status}: {outcome.spec}: {outcome.error}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 def data_list(args: argparse.Namespace) -> int:
@@ -197,9 +209,15 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def _check_data(names: Iterable[str], folder: Path | None) -> None:
+    """Say what to do if a data set is not there, before anything is begun."""
+    for name in names:
+        if name in files.SOURCES:
+            files.find(name, folder)
+
+
 def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namespace) -> int:
-    for name in {spec.dataset for spec in specs} & set(files.SOURCES):
-        files.find(name, args.data)  # says what to do if it is not there, before anything is begun
+    _check_data({spec.dataset for spec in specs}, args.data)
     if args.jobs < 1:
         raise ProtocolError(f"--jobs {args.jobs}: there must be at least one run at a time")
     stop = sweep.Stop()
@@ -209,15 +227,23 @@ def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namesp
         with Display(len(specs), sum(spec.epochs for spec in specs)) as display:
             outcomes = sweep.run(specs, out, display, stop, args.data, args.jobs, args.checkpoint_every)
     except (Interrupted, KeyboardInterrupt):
+        _write(chosen, specs, out)
         return _stopped(args)
     for table in results.tables(chosen, results.collect(specs, out)):
-        Console().print(table)
+        results.show(table)
+    _write(chosen, specs, out)
+    print(f"{out / 'results.csv'}, {out / 'results.json'}; the runs are in {out / 'runs'}")
     others = [outcome for outcome in outcomes if outcome.status in ("failed", "running")]
     for outcome in others:
         print(f"{outcome.status}: {outcome.spec}: {outcome.error}", file=sys.stderr)
     if others:
         print(f"{len(others)} of {len(specs)} runs have no result. Try again with: {args.command}", file=sys.stderr)
     return 1 if others else 0
+
+
+def _write(chosen: Protocol, specs: list[Spec], out: Path) -> None:
+    these = {spec.folder for spec in specs}
+    results.write(chosen, specs, [spec for spec in sweep.noted(out) if spec.folder not in these], out)
 
 
 def _stopped(args: argparse.Namespace) -> int:
@@ -235,7 +261,7 @@ def _dry_run(specs: list[Spec], out: Path, data_folder: Path | None) -> int:
             left.append(spec)
     print(f"{len(specs)} runs, of which {len(left)} are to be done, in {out / 'runs'}")
     if left:
-        seconds = sweep.estimate(left, data_folder)
+        seconds = sweep.estimate(left, out, data_folder)
         print(f"about {_duration(seconds)} on this machine, one run after the other (from a few measured steps)")
     return 0
 

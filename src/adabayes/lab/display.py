@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
@@ -20,6 +20,9 @@ try:
     from rich.text import Text
 except ImportError as error:
     raise ImportError("the lab needs rich and a few others: pip install 'adabayes[lab]'") from error
+
+if TYPE_CHECKING:
+    from adabayes.lab.sweep import Outcome
 
 __all__ = ["Display"]
 
@@ -68,27 +71,29 @@ class Display:
 
     def progressed(self, spec: Spec, progress: Progress) -> None:
         self._last[spec.folder] = progress
-        state = f"epoch {progress.epoch + 1}/{spec.epochs}, loss {progress.loss:.3f}, error {progress.error:.1f} %"
+        state = f"{progress.epoch + 1}/{spec.epochs} loss {progress.loss:.3f} error {progress.error:.1f}%"
         if progress.test_error is not None:
-            state += f", test {progress.test_error:.1f} %"
+            state += f" test {progress.test_error:.1f}%"
         self._each.update(self._rows[spec.folder], state=state)
         self._done[spec.folder] = spec.epochs * progress.step / progress.steps
         self._count()
 
-    def ended(self, spec: Spec, status: str, error: str | None) -> None:
+    def ended(self, spec: Spec, outcome: Outcome) -> None:
         self.finished += 1
         self._done[spec.folder] = spec.epochs
         if spec.folder in self._rows:
             self._each.remove_task(self._rows.pop(spec.folder))
         self._count()
-        last = self._last.get(spec.folder)
-        seconds = time.monotonic() - self._started.get(spec.folder, 0)
-        figures = f", train loss {last.loss:.4f}, {seconds:.1f} s" if last else ", was there already"
+        figures = ", was there already"
+        if outcome.is_new:
+            last = self._last.get(spec.folder)
+            loss = f", train loss {last.loss:.4f}" if last else ""
+            figures = f"{loss}, {time.monotonic() - self._started[spec.folder]:.1f} s"
         self.console.print(
             Text.assemble(
                 f"{self.finished:>{len(str(self.runs))}}/{self.runs} {spec}: ",
-                (status, _COLOURS.get(status, "")),
-                f": {error}" if error else figures,
+                (outcome.status, _COLOURS.get(outcome.status, "")),
+                f": {outcome.error}" if outcome.error else figures,
             )
         )
 

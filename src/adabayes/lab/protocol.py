@@ -127,8 +127,14 @@ class Protocol:
             if not isinstance(value, int) or value < 1:
                 raise ProtocolError(f"{self.name}: {name} is {value!r}; it must be a whole number of at least 1")
         for what in ("datasets", "models", "seeds", "optimizers"):
-            if not getattr(self, what):
+            entries = list(getattr(self, what))
+            if not entries:
                 raise ProtocolError(f"{self.name}: there are no {what}; there must be at least one")
+            if twice := [entry for entry in entries if entries.count(entry) > 1]:
+                raise ProtocolError(f"{self.name}: {twice[0]!r} is twice among the {what}")
+        for seed in self.seeds:
+            if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+                raise ProtocolError(f"{self.name}: a seed is {seed!r}; it must be a whole number of at least 0")
         if not 0 <= self.validation < 1:
             raise ProtocolError(
                 f"{self.name}: validation is {self.validation!r}; it must be a share, from 0 to below 1"
@@ -203,6 +209,25 @@ _KEYS = {f.name for f in fields(Protocol)} - {"name"} | {"extends", "compare"}
 _OPTIMIZER_KEYS = ("label", "class", "models", "search")  # all others are settings
 
 
+_FIGURES = {"datasets", "models", "epochs", "batch_size", "schedule", "model_options", "validation"}  # depend on these
+_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "description": (str, "a text"),
+    "extends": (str, "the name of a protocol, or a file"),
+    "datasets": (list, "a list, like ['digits']"),
+    "models": (list, "a list, like ['resnet8']"),
+    "compare": (list, "a list of optimizers"),
+    "seeds": ((int, list), "a number of seeds, or a list of them"),
+    "epochs": (int, "a whole number"),
+    "batch_size": (int, "a whole number"),
+    "test_batch_size": (int, "a whole number"),
+    "validation": ((int, float), "a share, from 0 to below 1"),
+    "schedule": (dict, "a table, like { kind = 'constant' }"),
+    "model_options": (dict, "a table"),
+    "published": (dict, "a table"),
+    "optimizers": (dict, "tables, like [optimizers.adam]"),
+}
+
+
 def load(name: str | Path) -> Protocol:
     """A protocol by its name, or from a TOML file."""
     table = _read(name)
@@ -223,8 +248,6 @@ def load(name: str | Path) -> Protocol:
     seeds = given.get("seeds", 1)
     given["seeds"] = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     for key in ("datasets", "models"):
-        if not isinstance(given[key], list):
-            raise ProtocolError(f"{name}: {key} is {given[key]!r}; it must be a list, [{given[key]!r}]")
         given[key] = tuple(given[key])
     given.setdefault("test_batch_size", given["batch_size"])
     given.setdefault("description", "")
@@ -233,8 +256,10 @@ def load(name: str | Path) -> Protocol:
     return protocol
 
 
-def _read(name: str | Path) -> dict[str, Any]:
+def _read(name: str | Path, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """A protocol's table, with that of the protocol that it extends below it."""
+    if str(name) in above:
+        raise ProtocolError(f"{name} extends itself: {' <- '.join([*above, str(name)])}")
     if str(name) in NAMES:
         text = (resources.files("adabayes.lab") / "protocols" / f"{name}.toml").read_text(encoding="utf-8")
     else:
@@ -246,31 +271,49 @@ def _read(name: str | Path) -> dict[str, Any]:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ProtocolError(f"{name} is not TOML: {error}") from error
+    for key, (kind, what) in _TYPES.items():
+        if key in table and (not isinstance(table[key], kind) or isinstance(table[key], bool)):
+            raise ProtocolError(f"{name}: {key} is {table[key]!r}; it must be {what}")
     below = table.get("extends")
     if below is None:
         return table
-    base = _read(below if below in NAMES else Path(name).parent / below)
-    merged = {**base, **table, "optimizers": dict(_tables(name, base, "optimizers"))}
-    for key, entry in _tables(name, table, "optimizers").items():
+    base = _read(below if below in NAMES else Path(name).parent / below, (*above, str(name)))
+    merged = {**base, **table, "optimizers": dict(base.get("optimizers", {}))}
+    changed = _tables(name, table, "optimizers")
+    for key, entry in changed.items():
         merged["optimizers"][key] = {**merged["optimizers"].get(key, {}), **entry}
-    if not {"datasets", "models", "epochs", "batch_size", "schedule"}.isdisjoint(table):
-        merged["published"] = table.get("published", {})  # those of the base are of another experiment
+    if "published" not in table:  # the base's are of another experiment where this one differs
+        same = {} if not _FIGURES.isdisjoint(table) else base.get("published", {})
+        merged["published"] = {
+            dataset: {model: {o: v for o, v in of.items() if o not in changed} for model, of in models.items()}
+            for dataset, models in same.items()
+        }
     return merged
 
 
 def _tables(name: str | Path, table: Mapping[str, Any], key: str) -> dict[str, dict[str, Any]]:
-    entries = table.get(key, {})
-    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+    entries: dict[str, dict[str, Any]] = table.get(key, {})
+    if not all(isinstance(entry, dict) for entry in entries.values()):
         raise ProtocolError(f"{name}: {key} must be tables, like [{key}.adam]")
     return entries
 
 
 def _optimizer(protocol: str, name: str, entry: Mapping[str, Any]) -> OptimizerSpec:
-    if "class" not in entry:
+    for key, kind, what in (("label", str, "a text"), ("models", dict, "tables"), ("search", dict, "a table")):
+        if not isinstance(entry.get(key, kind()), kind):
+            raise ProtocolError(f"{protocol}: {key} in [optimizers.{name}] is {entry[key]!r}; it must be {what}")
+    for key, value in entry.get("models", {}).items():
+        if not isinstance(value, dict):
+            raise ProtocolError(f"{protocol}: models.{key} in [optimizers.{name}] is {value!r}; it must be a table")
+    for key, value in entry.items():
+        if key not in _OPTIMIZER_KEYS and not isinstance(value, int | float | str | list):
+            raise ProtocolError(f"{protocol}: {key} in [optimizers.{name}] is {value!r}, which no optimizer takes")
+    if not isinstance(entry.get("class"), str):
         raise ProtocolError(f"{protocol}: [optimizers.{name}] has no class; it is an import path: 'torch.optim.RAdam'")
     search = entry.get("search", {})
     for key, limits in search.items():
-        if not (isinstance(limits, list) and len(limits) == 2 and 0 < limits[0] < limits[1]):
+        numbers = isinstance(limits, list) and all(isinstance(limit, int | float) for limit in limits)
+        if not (numbers and len(limits) == 2 and 0 < limits[0] < limits[1]):
             raise ProtocolError(
                 f"{protocol}: search of {key} in [optimizers.{name}] is {limits!r}; it must be two numbers, the lower "
                 "one above 0 and first"

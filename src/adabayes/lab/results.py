@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from adabayes.lab.protocol import Protocol, Spec
@@ -158,7 +160,7 @@ def _table(title: str, summaries: list[Summary], protocol: Protocol, published: 
             text = "" if mean is None else mean.text(2 if "error" in name else 3)
             cells.append(f"[bold]{text}[/]" if mean and mean.mean == best[name] else text)
         cells.append(f"{s.milliseconds_per_step.mean:.1f}" if s.milliseconds_per_step else "")
-        label = protocol.optimizers[s.optimizer].label
+        label = escape(protocol.optimizers[s.optimizer].label)
         others = [f"{count} {status}" if seeds > 1 else status for status, count in s.runs.items() if status != "done"]
         if others:
             label += f" [yellow]({', '.join(others)})[/]"
@@ -169,16 +171,25 @@ def _table(title: str, summaries: list[Summary], protocol: Protocol, published: 
     return table
 
 
-def write(protocol: Protocol, rows: Sequence[Row], out: Path) -> None:
-    """``results.csv``, a row for each run, and ``results.json``, with the means and the protocol."""
+def show(table: Table) -> None:
+    """Print a table whole, also where it is wider than the terminal, or there is none."""
+    console = Console()
+    needed = console.measure(table, options=console.options.update(max_width=200)).maximum
+    Console(width=max(console.width, needed)).print(table)
+
+
+def write(protocol: Protocol, specs: Sequence[Spec], others: Sequence[Spec], out: Path) -> None:
+    """``results.csv``, a row for each run, these and others of the folder; ``results.json``, with means of these."""
+    rows = collect(specs, out)
+    of_others = collect(others, out)
     text = io.StringIO()
     writer = csv.DictWriter(text, [f.name for f in fields(Row)], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
+    writer.writerows(asdict(row) for row in [*rows, *of_others])
     write_atomically(out / "results.csv", text.getvalue().encode())
     content = {
         "protocol": asdict(protocol),
-        "runs": [asdict(row) for row in rows],
+        "runs": [asdict(row) for row in [*rows, *of_others]],
         "summary": [asdict(summary) for summary in summarise(rows)],
     }
     write_atomically(out / "results.json", json.dumps(content, indent=1).encode())

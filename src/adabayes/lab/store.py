@@ -33,7 +33,7 @@ __all__ = ["Busy", "DiskFull", "RunFolder"]
 JSON = Any
 
 
-class Busy(RuntimeError):
+class Busy(OSError):
     """Another process is working on the run."""
 
 
@@ -52,37 +52,31 @@ class RunFolder:
         """Keep others out; a process that dies lets go."""
         with _room_for(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.path / ".lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise Busy(f"another process is working on {self.path}; it was left alone") from None
-        try:
+        with exclusive(self.path / ".lock", f"another process is working on {self.path}; it was left alone"):
             yield
-        finally:
-            lock.release()
 
     def is_locked(self) -> bool:
-        if not self.path.exists():
+        if not (self.path / ".lock").exists():
             return False
         try:
-            with self.lock():
+            with FileLock(self.path / ".lock", timeout=0):
                 return False
-        except Busy:
+        except Timeout:
             return True
+        except OSError:  # a folder that one may not write to
+            return False
 
     # Small files
 
-    def spec(self) -> Spec:
-        return Spec(**json.loads((self.path / "spec.json").read_text(encoding="utf-8")))
+    def spec(self) -> Spec | None:
+        return spec_from(self.read("spec.json"), self.path / "spec.json")
 
     def write(self, name: str, content: JSON) -> None:
         write_atomically(self.path / name, json.dumps(content, indent=1).encode())
 
     def read(self, name: str) -> JSON | None:
-        """What a file holds, or None where there is none."""
-        path = self.path / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        """What a file holds, or None where there is none, or none that can be read."""
+        return read_json(self.path / name)
 
     def remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
@@ -155,7 +149,7 @@ class RunFolder:
                     raise ValueError("its checksum is wrong")
                 return load_tree(json.loads(record["content"]), load(blob))
             except (OSError, ValueError, KeyError, TypeError) as error:
-                warnings.warn(f"{path} is damaged ({error}); the checkpoint before it is used", stacklevel=2)
+                warnings.warn(f"{path} is damaged ({error}); it is left out", stacklevel=2)
         return None
 
     def finish(self, model: torch.nn.Module, result: dict[str, JSON]) -> None:
@@ -168,6 +162,41 @@ class RunFolder:
     def _delete(self, number: int) -> None:
         self.remove(f"checkpoint-{number}.json")
         self.remove(f"checkpoint-{number}.safetensors")
+
+
+@contextmanager
+def exclusive(path: Path, message: str, timeout: float = 1.0) -> Iterator[None]:
+    """Hold a lock on a file, or say that another process does. One that dies lets go."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=timeout)  # longer than it takes to look whether it is held
+    except Timeout:
+        raise Busy(message) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def read_json(path: Path) -> JSON | None:
+    """What a file holds, or None; one that is damaged is named in a warning."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        warnings.warn(f"{path} is damaged ({error}); it is left out", stacklevel=2)
+        return None
+
+
+def spec_from(entry: JSON, path: Path) -> Spec | None:
+    if entry is None:
+        return None
+    try:
+        return Spec(**entry)
+    except TypeError as error:
+        warnings.warn(f"{path} is not of this version of adabayes ({error}); it is left out", stacklevel=2)
+        return None
 
 
 def save_tree(tree: JSON, tensors: dict[str, Tensor]) -> JSON:
@@ -202,7 +231,7 @@ def load_tree(tree: JSON, tensors: dict[str, Tensor]) -> JSON:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that, whenever the machine stops, it is there whole or as it was before."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with _room_for(path):
         try:
             with temporary.open("wb") as file:

@@ -24,7 +24,7 @@ from adabayes.lab import data, training
 from adabayes.lab.data import Data
 from adabayes.lab.display import Display
 from adabayes.lab.protocol import Spec
-from adabayes.lab.store import Busy, RunFolder, write_atomically
+from adabayes.lab.store import Busy, RunFolder, exclusive, read_json, spec_from, write_atomically
 from adabayes.lab.training import Interrupted, Progress
 
 __all__ = ["Outcome", "Stop", "attempt", "estimate", "run"]
@@ -37,6 +37,7 @@ class Outcome:
     spec: Spec
     status: str
     error: str | None = None
+    is_new: bool = True  # and was not there already
 
 
 class Stop:
@@ -96,7 +97,7 @@ def run(
                 report=lambda progress: display.progressed(spec, progress),
                 checkpoint_seconds=checkpoint_seconds,
             )
-        display.ended(spec, outcome.status, outcome.error)
+        display.ended(spec, outcome)
         return outcome
 
     return [one(spec) for spec in specs]
@@ -104,16 +105,17 @@ def run(
 
 def _note(specs: Sequence[Spec], out: Path) -> None:
     """Add to ``sweep.json``, the list of all runs that were ever asked for here, so that missing ones are known."""
-    known = {spec.folder: spec for spec in [*noted(out), *specs]}
-    write_atomically(out / "sweep.json", json.dumps([asdict(spec) for spec in known.values()], indent=1).encode())
+    with exclusive(out / ".lock", f"another process is writing to {out / 'sweep.json'}; try again", timeout=30):
+        known = {spec.folder: spec for spec in [*noted(out), *specs]}
+        write_atomically(out / "sweep.json", json.dumps([asdict(spec) for spec in known.values()], indent=1).encode())
 
 
 def noted(out: Path) -> list[Spec]:
     """The runs that were asked for in a folder, and those that were copied into it."""
     path = out / "sweep.json"
-    listed = [Spec(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
+    listed = [spec_from(entry, path) for entry in read_json(path) or ()]
     found = [RunFolder(path.parent).spec() for path in sorted((out / "runs").glob("*/spec.json"))]
-    return list({spec.folder: spec for spec in [*listed, *found]}.values())
+    return list({spec.folder: spec for spec in [*listed, *found] if spec is not None}.values())
 
 
 def attempt(
@@ -126,7 +128,7 @@ def attempt(
     """One run, with the options of ``train``; what goes wrong is noted in its folder, and no reason to stop others."""
     try:
         if result := folder.read("result.json"):
-            return Outcome(spec, result["status"])
+            return Outcome(spec, result["status"], is_new=False)
         return Outcome(spec, training.train(spec, folder, load(), should_stop=stop, **options))
     except Interrupted:
         raise
@@ -159,12 +161,15 @@ def _run_in_processes(
         if stop.requested:
             return None
         if result := folder.read("result.json"):
-            outcome = Outcome(spec, result["status"])
+            outcome = Outcome(spec, result["status"], is_new=False)
         else:
-            outcome = _in_process(spec, folder)
+            try:
+                outcome = _in_process(spec, folder)
+            except Exception as error:  # as in attempt
+                outcome = Outcome(spec, "failed", f"{type(error).__name__}: {error}")
         if outcome.status != "interrupted":
             with lock:
-                display.ended(spec, outcome.status, outcome.error)
+                display.ended(spec, outcome)
         return outcome
 
     def _in_process(spec: Spec, folder: RunFolder) -> Outcome:
@@ -193,8 +198,10 @@ def _run_in_processes(
             reader.start()
             for line in child.stdout:
                 last = json.loads(line)
-                if "status" not in last:
-                    with lock:
+                with lock:
+                    if "warning" in last:
+                        display.warned(f"{spec}: {last['warning']}")
+                    elif "status" not in last:
                         display.progressed(spec, Progress(**last))
             code = child.wait()
             reader.join()
@@ -227,32 +234,13 @@ def _run_in_processes(
 # What it will cost
 
 
-def estimate(specs: Sequence[Spec], data_folder: Path | None = None) -> float:
-    """Seconds that runs will take on this machine, one after the other: from a few steps of each model on each set."""
+def estimate(specs: Sequence[Spec], out: Path, data_folder: Path | None = None) -> float:
+    """Seconds that runs will take on this machine, one after the other: from a few steps of each network."""
     seconds: dict[tuple[str, str], float] = {}
     total = 0.0
     for spec in specs:
         key = spec.dataset, spec.model
         if key not in seconds:
-            seconds[key] = _epoch_seconds(spec, data.load(spec.dataset, data_folder))
-        total += seconds[key] * spec.epochs
+            seconds[key] = training.epoch_seconds(spec, data.load(spec.dataset, data_folder))
+        total += seconds[key] * (spec.epochs - len(folder_of(spec, out).metrics()))
     return total
-
-
-def _epoch_seconds(spec: Spec, whole: Data) -> float:
-    with torch.random.fork_rng(devices=[]):
-        model, optimizer = training.make(spec, whole)
-        loss = torch.nn.functional.cross_entropy
-        taken: list[float] = []
-        began = time.perf_counter()
-        while (len(taken) < 4 and time.perf_counter() - began < 20) or len(taken) < 2:
-            started = time.perf_counter()
-            inputs, targets = whole.train_batch(torch.arange(spec.batch_size), torch.Generator())
-            output = model(inputs.to(spec.device))
-            optimizer.zero_grad()
-            loss(output.flatten(0, -2), targets.to(spec.device).flatten()).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            taken.append(time.perf_counter() - started)
-        step = min(taken[1:])
-    # To test an example takes about a third of what it takes to train on it.
-    return step / spec.batch_size * (whole.count("train") + whole.count("test") / 3)

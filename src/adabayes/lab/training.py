@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import subprocess
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from adabayes._machine import processor
 from adabayes.lab import models, optimizers
 from adabayes.lab.data import Data
 from adabayes.lab.files import DataError
-from adabayes.lab.protocol import Spec, lr_factor
+from adabayes.lab.protocol import ProtocolError, Spec, lr_factor
 from adabayes.lab.store import RunFolder
 from adabayes.optim._rates import TwoRateOptimizer
 
@@ -54,14 +55,12 @@ def train(
     spec: Spec,
     folder: RunFolder,
     data: Data,
-    report: Callable[[Progress], None] = lambda _: None,
-    should_stop: Callable[[], bool] = lambda: False,
-    is_hopeless: Callable[[dict[str, Any]], bool] = lambda _: False,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    **options: Any,
 ) -> str:
     """Train, or go on training, until the run is done, has diverged, or is pruned; which of these.
 
-    It is pruned after an epoch whose row of metrics ``is_hopeless``, which is asked of every epoch in order, also of
+    Options are callbacks and ``checkpoint_seconds``: ``report`` is told a :class:`Progress` a few times a second. A run
+    is pruned after an epoch whose row of metrics ``is_hopeless``, which is asked of every epoch in order, also of
     those that were run before. Raises :class:`~adabayes.lab.store.Busy` if another process has the run, and
     :class:`Interrupted` if ``should_stop`` says so.
     """
@@ -72,7 +71,13 @@ def train(
         folder.write("spec.json", asdict(spec))
         _note_environment(folder, data)
         with torch.random.fork_rng(devices=[]):
-            return _Run(spec, folder, data, report, should_stop, is_hopeless, checkpoint_seconds).run()
+            return _Run(spec, folder, data, **options).run()
+
+
+def epoch_seconds(spec: Spec, data: Data) -> float:
+    """How long an epoch of a run takes on this machine, about."""
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
+        return _Run(spec, RunFolder(Path(folder)), data).measure()
 
 
 @dataclass
@@ -93,17 +98,22 @@ class _Run:
         spec: Spec,
         folder: RunFolder,
         data: Data,
-        report: Callable[[Progress], None],
-        should_stop: Callable[[], bool],
-        is_hopeless: Callable[[dict[str, Any]], bool],
-        checkpoint_seconds: float,
+        report: Callable[[Progress], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
+        is_hopeless: Callable[[dict[str, Any]], bool] = lambda _: False,
+        checkpoint_seconds: float = CHECKPOINT_SECONDS,
     ) -> None:
         self.spec, self.folder, self.report, self.should_stop = spec, folder, report, should_stop
         self.is_hopeless, self.checkpoint_seconds = is_hopeless, checkpoint_seconds
         self.device = torch.device(spec.device)
         self.data = (data.hold_out(spec.validation) if spec.validation else data).to(self.device)
+        for split in ("train", "test"):
+            if self.data.count(split) < 1:
+                raise ProtocolError(
+                    f"validation {spec.validation} leaves no example to {split} on; choose another share"
+                )
         self.model, self.optimizer = make(spec, self.data)
-        self.call = torch.compile(self.model) if spec.compile else self.model
+        self.call = self._compile() if spec.compile else self.model
         self.trainer = optimizers.Trainer(self.optimizer)
         self.base_lrs = [group.get("lr") for group in self.optimizer.param_groups]
         self.steps = math.ceil(self.data.count("train") / spec.batch_size)
@@ -150,17 +160,10 @@ class _Run:
         started = time.perf_counter()
         while at.step < self.steps:
             indices = order[at.step * spec.batch_size : (at.step + 1) * spec.batch_size]
-            torch.manual_seed(_derived(spec.seed, "noise", at.epoch, at.step))
-            self._set_lr((at.epoch * self.steps + at.step) / (spec.epochs * self.steps))
-            inputs, targets = self.data.train_batch(indices, _generator(spec.seed, "augment", at.epoch, at.step))
-            with self.trainer.sampling():
-                loss, output = self._loss(inputs, targets)
-                self.optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.step()
-            loss_sum += loss.detach().double() * targets.numel()
-            wrong += (output.detach().argmax(-1) != targets).sum()
-            at.seen += targets.numel()
+            loss, count, missed = self._step(indices)
+            loss_sum += loss.double() * count
+            wrong += missed
+            at.seen += count
             at.step += 1
 
             now = time.monotonic()
@@ -180,6 +183,48 @@ class _Run:
                 raise Interrupted(f"{spec}: stopped in epoch {at.epoch}")
         at.seconds += time.perf_counter() - started
         return math.isfinite(at.loss)
+
+    def _step(self, indices: Tensor) -> tuple[Tensor, int, Tensor]:
+        """A step on a batch: its mean loss, the number of its targets, and how many were missed."""
+        spec, at = self.spec, self.at
+        torch.manual_seed(_derived(spec.seed, "noise", at.epoch, at.step))
+        self._set_lr((at.epoch * self.steps + at.step) / (spec.epochs * self.steps))
+        inputs, targets = self.data.train_batch(indices, _generator(spec.seed, "augment", at.epoch, at.step))
+        with self.trainer.sampling():
+            loss, output = self._loss(inputs, targets)
+            self.optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach(), targets.numel(), (output.detach().argmax(-1) != targets).sum()
+
+    def measure(self) -> float:
+        """Seconds that an epoch takes, from a few steps."""
+        self.model.train()
+        self.trainer.for_training()
+        size = min(self.spec.batch_size, self.data.count("train"))
+        taken: list[float] = []
+        began = time.perf_counter()
+        while len(taken) < 2 or (len(taken) < 4 and time.perf_counter() - began < 20):
+            started = time.perf_counter()
+            self._step(torch.arange(size))
+            taken.append(time.perf_counter() - started)
+        # To test an example takes about a third of what it takes to train on it.
+        return min(taken[1:]) / size * (self.data.count("train") + self.data.count("test") / 3)
+
+    def _compile(self) -> Callable[..., Any]:
+        """The compiled model: anew for each run and shape, so that nothing depends on what was run before."""
+        torch.compiler.reset()
+        call = torch.compile(self.model, dynamic=False)
+        # Compiling is no part of training's time: so once through with each shape, and back to the start.
+        start = {name: t.clone() for name, t in self.model.state_dict().items()}
+        count = self.data.count("train")
+        for size in {min(count, self.spec.batch_size), count % self.spec.batch_size} - {0}:
+            inputs, targets = self.data.train_batch(torch.arange(size), torch.Generator())
+            with self._autocast():
+                F.cross_entropy(call(inputs).flatten(0, -2), targets.flatten()).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.zero_grad()
+        self.model.load_state_dict(start)
+        return call
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if not self.spec.channels_last:

@@ -16,7 +16,7 @@ from adabayes.lab import sweep
 from adabayes.lab.data import Data
 from adabayes.lab.display import Display
 from adabayes.lab.protocol import OptimizerSpec, Protocol, ProtocolError
-from adabayes.lab.store import write_atomically
+from adabayes.lab.store import exclusive, write_atomically
 
 try:
     import optuna
@@ -29,12 +29,11 @@ except ImportError as error:
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Search", "plot", "searches", "table", "tune", "write_protocol"]
+__all__ = ["Search", "check", "plot", "searches", "table", "tune", "write_protocol"]
 
 VALIDATION = 0.1  # of the training data, where the protocol does not say
 SEED = 1_000_003  # of the trials, so that those of the comparison are fresh
 WORST = 100.0  # percent: what a run that diverges is worth
-_RETRIED = "retried"
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,8 @@ class Search:
 
     @property
     def finished(self) -> list[FrozenTrial]:
-        """Those that count against the budget: all but the broken off, which are run again."""
-        ended = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
-        return [t for t in self.trials if t.state in ended and _RETRIED not in t.user_attrs]
+        """Those that count against the budget: not those that failed or were broken off, which are run again."""
+        return [t for t in self.trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
 
     @property
     def best(self) -> FrozenTrial | None:
@@ -57,9 +55,36 @@ class Search:
 
 
 def tune(
-    protocol: Protocol, budget: int, out: Path, load: Callable[[], Data], display: Display, stop: sweep.Stop
-) -> list[Search]:
-    """Give every optimizer ``budget`` trials, the first with the protocol's own settings; goes on where it was."""
+    protocol: Protocol,
+    budget: int,
+    out: Path,
+    load: Callable[[], Data],
+    display: Display,
+    stop: sweep.Stop,
+    **options: Any,
+) -> list[sweep.Outcome]:
+    """Give every optimizer ``budget`` trials, the first with the protocol's own settings; goes on where it was.
+
+    Options are those of a Spec. What failed is returned: after a failure, an optimizer gets no more trials for now.
+    """
+    check(protocol)
+    out.mkdir(parents=True, exist_ok=True)
+    failures: dict[str, sweep.Outcome] = {}
+    with exclusive(out / ".lock", f"another process is tuning in {out}; it was left alone"):
+        whole = load()
+        studies = {name: _study(protocol, optimizer, out) for name, optimizer in protocol.optimizers.items()}
+        display.finished = sum(len(search.finished) for search in searches(protocol, out))
+        for i in range(budget):  # in turn, so that a search that is stopped early is fair as well
+            for name, optimizer in protocol.optimizers.items():
+                if name not in failures and len(Search(optimizer, tuple(studies[name].trials)).finished) <= i:
+                    outcome = _trial(studies[name], protocol, optimizer, out, whole, display, stop, options)
+                    if outcome.status not in ("done", "diverged", "pruned"):
+                        failures[name] = outcome
+    return list(failures.values())
+
+
+def check(protocol: Protocol) -> None:
+    """Raise if a protocol cannot be tuned."""
     if len(protocol.datasets) > 1 or len(protocol.models) > 1:
         raise ProtocolError(
             f"tuning is for one data set and one model at a time; protocol {protocol.name} has "
@@ -70,50 +95,59 @@ def tune(
             raise ProtocolError(
                 f"[optimizers.{optimizer.name}] has nothing to search; add a line like search = {{ lr = [1e-4, 1e-1] }}"
             )
-    protocol = replace(protocol, validation=protocol.validation or VALIDATION)
-    whole = load()
-    display.finished = sum(len(search.finished) for search in searches(protocol, out))
-    for i in range(budget):  # in turn, so that a search that is stopped early is fair as well
-        for optimizer in protocol.optimizers.values():
-            study = _study(protocol, optimizer, out)
-            if len(Search(optimizer, tuple(study.trials)).finished) <= i:
-                _trial(study, protocol, optimizer, out, whole, display, stop)
-    return searches(protocol, out)
+        own = optimizer.settings_for(protocol.models[0])
+        for key, (low, high) in optimizer.search.items():
+            if not low <= own.get(key, low) <= high:
+                raise ProtocolError(
+                    f"[optimizers.{optimizer.name}] has {key} = {own[key]}, which is outside of its search, {low} to "
+                    f"{high}; widen it, or leave {key} out of it"
+                )
 
 
 def searches(protocol: Protocol, out: Path) -> list[Search]:
-    return [Search(o, tuple(_study(protocol, o, out).trials)) for o in protocol.optimizers.values()]
+    """What is known so far."""
+    return [Search(o, tuple(_open(protocol, o, out).trials)) for o in protocol.optimizers.values()]
 
 
-def _study(protocol: Protocol, optimizer: OptimizerSpec, out: Path) -> optuna.Study:
+def _held_out(protocol: Protocol) -> Protocol:
+    return replace(protocol, validation=protocol.validation or VALIDATION)
+
+
+def _open(protocol: Protocol, optimizer: OptimizerSpec, out: Path) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    out.mkdir(parents=True, exist_ok=True)
     # Its name says all that the trials have in common, so that those of another setting are not taken for these.
-    one = protocol.spec(protocol.datasets[0], protocol.models[0], replace(optimizer, settings={}), SEED)
-    space = json.dumps(optimizer.search, sort_keys=True)
+    model = protocol.models[0]
+    fixed = {key: value for key, value in optimizer.settings_for(model).items() if key not in optimizer.search}
+    common = replace(optimizer, settings=fixed, of_models={})
+    one = _held_out(protocol).spec(protocol.datasets[0], model, common, SEED)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # since 2021
         sampler = optuna.samplers.QMCSampler(scramble=True, seed=0, warn_independent_sampling=False)
-    study = optuna.create_study(
-        study_name=f"{one.folder} {space}",
+    return optuna.create_study(
+        study_name=f"{one.folder} {json.dumps(optimizer.search, sort_keys=True)}",
         storage=JournalStorage(JournalFileBackend(str(out / "tune.journal"))),
         sampler=sampler,
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=max(1, protocol.epochs // 4)),
         direction="minimize",
         load_if_exists=True,
     )
+
+
+def _study(protocol: Protocol, optimizer: OptimizerSpec, out: Path) -> optuna.Study:
+    """The study to add trials to: first those that are owed."""
+    study = _open(protocol, optimizer, out)
     if not study.trials:
         own = optimizer.settings_for(protocol.models[0])
-        study.enqueue_trial({key: _clip(own[key], limits) for key, limits in optimizer.search.items() if key in own})
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):  # of a process that was stopped
-        study.enqueue_trial(trial.params)
-        study._storage.set_trial_user_attr(trial._trial_id, _RETRIED, True)
-        study.tell(trial.number, state=TrialState.FAIL)
+        study.enqueue_trial({key: float(own[key]) for key in optimizer.search if key in own})
+    settled = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.WAITING)
+    known = [t.params or t.system_attrs.get("fixed_params") for t in study.trials if t.state in settled]
+    for trial in study.trials:
+        if trial.state == TrialState.RUNNING:  # in a process that was stopped
+            study.tell(trial.number, state=TrialState.FAIL)
+        if trial.state not in settled and trial.params not in known:
+            study.enqueue_trial(trial.params)
+            known.append(trial.params)
     return study
-
-
-def _clip(value: float, limits: tuple[float, float]) -> float:
-    return min(max(float(value), limits[0]), limits[1])
 
 
 def _trial(
@@ -124,14 +158,15 @@ def _trial(
     whole: Data,
     display: Display,
     stop: sweep.Stop,
-) -> None:
+    options: dict[str, Any],
+) -> sweep.Outcome:
     space: dict[str, optuna.distributions.BaseDistribution] = {
         key: optuna.distributions.FloatDistribution(*limits, log=True) for key, limits in optimizer.search.items()
     }
     trial = study.ask(space)
     settings = {**optimizer.settings_for(protocol.models[0]), **trial.params}
     tried = replace(optimizer, settings=settings, of_models={})
-    spec = protocol.spec(protocol.datasets[0], protocol.models[0], tried, SEED)
+    spec = _held_out(protocol).spec(protocol.datasets[0], protocol.models[0], tried, SEED, **options)
 
     def is_hopeless(row: dict[str, Any]) -> bool:
         trial.report(row["test_error"], row["epoch"])
@@ -142,13 +177,14 @@ def _trial(
     outcome = sweep.attempt(
         spec, folder, lambda: whole, stop, report=lambda p: display.progressed(spec, p), is_hopeless=is_hopeless
     )
-    display.ended(spec, outcome.status, outcome.error)
+    display.ended(spec, outcome)
     if outcome.status == "done":
         study.tell(trial, folder.metrics()[-1]["test_error"])
     elif outcome.status == "diverged":
         study.tell(trial, WORST)
     else:
         study.tell(trial, state=TrialState.PRUNED if outcome.status == "pruned" else TrialState.FAIL)
+    return outcome
 
 
 # What came out
@@ -156,16 +192,17 @@ def _trial(
 
 def table(found: list[Search]) -> Table:
     from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
     from rich.table import Table
 
     grid = Table(title="Validation error %, at the end of training", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("optimizer", "trials", "pruned", "as given", "best", "with"):
         grid.add_column(name, justify="left" if name in ("optimizer", "with") else "right")
     for search in found:
-        first = search.trials[0].value if search.trials else None
+        first = search.finished[0].value if search.finished else None
         best = search.best
         grid.add_row(
-            search.optimizer.label,
+            escape(search.optimizer.label),
             str(len(search.finished)),
             str(sum(t.state == TrialState.PRUNED for t in search.finished)),
             "" if first is None else f"{first:.2f}",

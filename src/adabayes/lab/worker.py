@@ -8,14 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from adabayes.lab import data, sweep
 from adabayes.lab.store import RunFolder
-from adabayes.lab.training import Interrupted, Progress
+from adabayes.lab.training import Interrupted
 
 
 def main() -> None:
@@ -26,16 +28,21 @@ def main() -> None:
     parser.add_argument("--checkpoint-every", type=float, required=True)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    told, sys.stdout = sys.stdout, sys.stderr  # what an optimizer prints is not for us
     folder = RunFolder(args.folder)
     spec = folder.spec()
+    assert spec is not None
     stop = sweep.Stop()
     stop.on_signals()
 
-    def report(progress: Progress) -> None:
+    def tell(content: dict[str, Any]) -> None:
         try:
-            print(json.dumps(asdict(progress)), flush=True)
+            print(json.dumps(content), file=told, flush=True)
         except BrokenPipeError:  # whoever started this is gone
             stop.requested = True
+
+    warnings.simplefilter("always")
+    warnings.showwarning = lambda message, *_: tell({"warning": str(message)})
 
     try:
         outcome = sweep.attempt(
@@ -43,12 +50,12 @@ def main() -> None:
             folder,
             lambda: data.load(spec.dataset, args.data),
             stop,
-            report=report,
+            report=lambda progress: tell(asdict(progress)),
             checkpoint_seconds=args.checkpoint_every,
         )
     except Interrupted:
         sys.exit(130)
-    print(json.dumps({"status": outcome.status, "error": outcome.error}), flush=True)
+    tell({"status": outcome.status, "error": outcome.error})
 
 
 if __name__ == "__main__":
