@@ -113,14 +113,20 @@ def test_a_sweep_of_several_processes_stops_and_goes_on_too(tmp_path: Path) -> N
 
 
 def test_a_second_process_leaves_a_run_alone(tmp_path: Path) -> None:
-    first = start(*RUN, "--out", tmp_path)
-    while not list(tmp_path.rglob("checkpoint-*.json")):
-        time.sleep(0.002)
-    second = adabayes(*RUN, "--out", tmp_path)
+    long = [*RUN[:-3], "500", *RUN[-2:], "--out", tmp_path]  # epochs
+    first = start(*long)
+    try:
+        while not list(tmp_path.rglob("checkpoint-*.json")):
+            time.sleep(0.002)
+        second = adabayes(*long)
+        listed = adabayes("runs", tmp_path)
+    finally:
+        first.send_signal(signal.SIGINT)
+        _, errors = first.communicate(timeout=60)
     assert second.returncode == 1
     assert "another process is working on" in second.stderr
-    _, errors = first.communicate(timeout=60)
-    assert first.returncode == 0, errors
+    assert "1 running" in listed.stdout
+    assert first.returncode == 130, errors
 
 
 def test_a_lock_is_not_held_by_the_dead(digits: Data, tmp_path: Path) -> None:

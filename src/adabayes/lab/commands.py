@@ -217,7 +217,7 @@ def _check_data(names: Iterable[str], folder: Path | None) -> None:
 
 
 def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namespace) -> int:
-    _check_data({spec.dataset for spec in specs}, args.data)
+    _check_data(dict.fromkeys(spec.dataset for spec in specs), args.data)
     if args.jobs < 1:
         raise ProtocolError(f"--jobs {args.jobs}: there must be at least one run at a time")
     stop = sweep.Stop()
