@@ -16,7 +16,7 @@ test: $(READY)  ## everything that must hold, in a few minutes
 	$(BIN)/mypy
 	$(BIN)/pytest
 
-test-long: $(READY)  ## what takes longer: many kills, compiled training, the whole of CIFAR (set ADABAYES_DATA)
+test-long: $(READY)  ## what takes longer: 30 kills, compiled training; 3 minutes
 	$(BIN)/pytest -m long
 
 bench-lab: $(READY)  ## the lab's batches and training loop against the usual ones, 2 minutes
