@@ -87,7 +87,7 @@ def run(
     def one(spec: Spec) -> Outcome:
         display.started(spec)
         with warnings.catch_warnings():
-            warnings.simplefilter("always")
+            warnings.simplefilter("always", UserWarning)
             warnings.showwarning = display.warned  # type: ignore[assignment]
             outcome = attempt(
                 spec,
@@ -183,7 +183,7 @@ def _run_in_processes(
         command += ["--data", str(data_folder)] if data_folder else []
         with lock:
             display.started(spec)
-        last: dict[str, Any] = {}
+        outcome = None
         # In a session of its own, so that Ctrl-C reaches it once, through us.
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -197,17 +197,20 @@ def _run_in_processes(
             reader = threading.Thread(target=lambda: errors.extend(child.stderr or ()), daemon=True)
             reader.start()
             for line in child.stdout:
-                last = json.loads(line)
+                told = json.loads(line)
+                if "status" in told:
+                    outcome = Outcome(spec, told["status"], told["error"])
+                    continue
                 with lock:
-                    if "warning" in last:
-                        display.warned(f"{spec}: {last['warning']}")
-                    elif "status" not in last:
-                        display.progressed(spec, Progress(**last))
+                    if "warning" in told:
+                        display.warned(f"{spec}: {told['warning']}")
+                    else:
+                        display.progressed(spec, Progress(**told))
             code = child.wait()
             reader.join()
             children.discard(child)
-        if "status" in last:
-            return Outcome(spec, last["status"], last["error"])
+        if outcome:
+            return outcome
         if stop.requested:
             return Outcome(spec, "interrupted")
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"

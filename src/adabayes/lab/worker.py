@@ -41,7 +41,7 @@ def main() -> None:
         except BrokenPipeError:  # whoever started this is gone
             stop.requested = True
 
-    warnings.simplefilter("always")
+    warnings.simplefilter("always", UserWarning)
     warnings.showwarning = lambda message, *_: tell({"warning": str(message)})
 
     try:
