@@ -88,7 +88,8 @@ class Display:
         if outcome.is_new:
             last = self._last.get(spec.folder)
             loss = f", train loss {last.loss:.4f}" if last else ""
-            figures = f"{loss}, {time.monotonic() - self._started[spec.folder]:.1f} s"
+            now = time.monotonic()
+            figures = f"{loss}, {now - self._started.get(spec.folder, now):.1f} s"
         self.console.print(
             Text.assemble(
                 f"{self.finished:>{len(str(self.runs))}}/{self.runs} {spec}: ",

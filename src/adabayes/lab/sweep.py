@@ -220,13 +220,13 @@ def _run_in_processes(
             folder.write("failed.json", {"error": why, "traceback": "".join(errors), "time": time.time()})
         return Outcome(spec, "failed", why)
 
-    told = False
+    asked = False
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(one, spec) for spec in specs]
         while not all(future.done() for future in futures):
             time.sleep(0.05)
-            if stop.requested and not told:
-                told = True
+            if stop.requested and not asked:
+                asked = True
                 for child in list(children):
                     child.terminate()
     if stop.requested:
