@@ -4,17 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: bench bench-lab demo test test-long test-versions sanitize lint clean
+.PHONY: bench bench-lab browser demo test test-long test-versions sanitize lint clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## the paper's nine optimizers on handwritten digits, to a table
 	$(BIN)/adabayes reproduce
 
-test: $(READY)  ## everything that must hold, in a few minutes
+test: $(READY) browser  ## everything that must hold, in ten minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+browser:  # for the tests of pages: Debian's Chromium, if it is not there and can be had
+	@command -v chromium || command -v google-chrome || (apt-get update -qq && apt-get install -y -qq chromium) >/dev/null 2>&1 \
+	    || echo "There is no Chromium and it cannot be installed from here: tests in the browser will be skipped."
 
 test-long: $(READY)  ## what takes longer: 30 kills, compiled training; 3 minutes
 	$(BIN)/pytest -m long

@@ -340,7 +340,7 @@ def _measure(workload: str, names: tuple[str, ...], repeats: int) -> Iterator[Ro
     for name in names:
         median = statistics.median(taken[name])
         low, _, high = statistics.quantiles(taken[name], n=4) if len(taken[name]) > 1 else (median,) * 3
-        state = _state_bytes(made[name]) / weights
+        state = state_bytes(made[name]) / weights
         speed = (12 + 2 * state) * weights / median / 1e9
         yield Row(
             workload=workload,
@@ -357,7 +357,7 @@ def _measure(workload: str, names: tuple[str, ...], repeats: int) -> Iterator[Ro
         )
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """All tensors of the state, wherever the optimizer keeps them, but for step counts."""
     entries = [
         entry

@@ -157,6 +157,17 @@ sensitive each optimizer is. The same command goes on where it was stopped; a la
     tune.add_argument("--budget", type=int, required=True, metavar="N", help="trials of each optimizer")
     _add_training(tune)
 
+    report = _command(
+        commands,
+        "report",
+        "a page to look at, from a folder of runs",
+        "Writes index.html, a page that needs no network: the table, the curves, what each weight gets, what it costs.",
+    )
+    report.add_argument(
+        "folder", type=Path, metavar="RUNS", help="what was --out of reproduce or train, like out/quick"
+    )
+    report.add_argument("--out", type=Path, metavar="DIR", help="where to write it (default: RUNS)")
+
     runs = _command(commands, "runs", "what is done, running, missing, failed", "Lists the runs of a folder.")
     runs.add_argument("folder", type=Path, metavar="DIR", help="what was --out, like out/quick")
 

@@ -212,6 +212,20 @@ class Observer:
                     self._tracked[p] = _Tracked.choose(grad, self._per_tensor, beta2, self._generator)
                 self._tracked[p].see(grad, to_mean)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it has seen, as plain data and tensors, for a checkpoint."""
+        order = {p: i for i, p in enumerate(self._params())}
+        return {"tracked": {order[p]: tracked.state() for p, tracked in self._tracked.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        params = list(self._params())
+        self._tracked = {params[i]: _Tracked.of(tracked) for i, tracked in state["tracked"].items()}
+
+    def _params(self) -> Iterator[Tensor]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
     def points(self) -> list[Points]:
         """The sample as it is now, a tensor each."""
         found = []
@@ -285,6 +299,15 @@ class _Tracked:
         else:
             flat = torch.arange(like.numel())
         return cls(torch.unravel_index(flat.to(like.device), like.shape) if like.dim() else (), beta2)
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> _Tracked:
+        tracked = cls(state["where"], state["beta2"])
+        tracked._average, tracked._steps = state["average"], state["steps"]
+        return tracked
+
+    def state(self) -> dict[str, Any]:
+        return {"where": self._where, "beta2": self._beta2, "average": self._average, "steps": self._steps}
 
     def take(self, values: Tensor) -> Tensor:
         """The sampled entries; without a copy of the rest, whatever its strides."""

@@ -29,7 +29,12 @@ def reproduce(args: argparse.Namespace) -> int:
     specs = chosen.runs(**_options(args))
     if args.dry_run:
         return _dry_run(specs, out, args.data)
-    return _sweep(chosen, specs, out, args)
+    code = _sweep(chosen, specs, out, args)
+    if code != 130:
+        from adabayes.lab import report as page
+
+        print(f"{page.write(chosen, specs, args.command, out, out)} shows it all; open it in a browser")
+    return code
 
 
 def train(args: argparse.Namespace) -> int:
@@ -46,6 +51,16 @@ def train(args: argparse.Namespace) -> int:
     optimizer = replace(optimizer, settings=settings, of_models={})
     spec = chosen.spec(chosen.datasets[0], chosen.models[0], optimizer, args.seed, **_options(args))
     return _sweep(chosen, [spec], _out(args, chosen), args)
+
+
+def report(args: argparse.Namespace) -> int:
+    from adabayes.lab import report as page
+
+    specs = sweep.noted(args.folder)
+    if not specs:
+        raise ProtocolError(f"there are no runs in {args.folder}; give what was --out of reproduce or train")
+    print(page.write(*results.read(args.folder, specs), args.folder, args.out or args.folder))
+    return 0
 
 
 def runs(args: argparse.Namespace) -> int:
@@ -227,11 +242,11 @@ def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namesp
         with Display(len(specs), sum(spec.epochs for spec in specs)) as display:
             outcomes = sweep.run(specs, out, display, stop, args.data, args.jobs, args.checkpoint_every)
     except (Interrupted, KeyboardInterrupt):
-        _write(chosen, specs, out)
+        _write(chosen, specs, out, args)
         return _stopped(args)
     for table in results.tables(chosen, results.collect(specs, out)):
         results.show(table)
-    _write(chosen, specs, out)
+    _write(chosen, specs, out, args)
     print(f"{out / 'results.csv'}, {out / 'results.json'}; the runs are in {out / 'runs'}")
     others = [outcome for outcome in outcomes if outcome.status in ("failed", "running")]
     for outcome in others:
@@ -241,9 +256,10 @@ def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namesp
     return 1 if others else 0
 
 
-def _write(chosen: Protocol, specs: list[Spec], out: Path) -> None:
+def _write(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namespace) -> None:
     these = {spec.folder for spec in specs}
-    results.write(chosen, specs, [spec for spec in sweep.noted(out) if spec.folder not in these], out)
+    others = [spec for spec in sweep.noted(out) if spec.folder not in these]
+    results.write(chosen, specs, others, out, args.command)
 
 
 def _stopped(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from adabayes.lab.protocol import Protocol, Spec
-from adabayes.lab.store import RunFolder, write_atomically
+from adabayes.lab.protocol import OptimizerSpec, Protocol, Spec
+from adabayes.lab.store import RunFolder, read_json, write_atomically
 
 __all__ = ["Row", "Summary", "collect", "summarise", "tables", "write"]
 
@@ -44,6 +44,7 @@ class Row:
     seconds: float = 0.0  # of training
     test_seconds: float = 0.0
     milliseconds_per_step: float | None = None
+    state_bytes: float | None = None  # of the optimizer, a weight
     folder: str = ""
     error: str | None = None
 
@@ -76,6 +77,7 @@ def _row(spec: Spec, folder: RunFolder) -> Row:
         seconds=seconds,
         test_seconds=sum(row["test_seconds"] for row in metrics),
         milliseconds_per_step=1e3 * seconds / steps if steps else None,
+        state_bytes=metrics[-1]["state_bytes"] if metrics else None,
         folder=spec.folder,
         error=failed["error"] if failed and status == "failed" else None,
     )
@@ -111,9 +113,12 @@ class Summary:
     best_test_loss: Mean | None
     final_test_error: Mean | None
     final_test_loss: Mean | None
+    best_train_error: Mean | None
+    best_train_loss: Mean | None
     final_train_error: Mean | None
     final_train_loss: Mean | None
     milliseconds_per_step: Mean | None
+    state_bytes: Mean | None
 
 
 def summarise(rows: Sequence[Row]) -> list[Summary]:
@@ -178,18 +183,45 @@ def show(table: Table) -> None:
     Console(width=max(console.width, needed)).print(table)
 
 
-def write(protocol: Protocol, specs: Sequence[Spec], others: Sequence[Spec], out: Path) -> None:
+def write(protocol: Protocol, specs: Sequence[Spec], others: Sequence[Spec], out: Path, command: str) -> None:
     """``results.csv``, a row for each run, these and others of the folder; ``results.json``, with means of these."""
     rows = collect(specs, out)
-    of_others = collect(others, out)
+    of_all = [asdict(row) for row in [*rows, *collect(others, out)]]
     text = io.StringIO()
     writer = csv.DictWriter(text, [f.name for f in fields(Row)], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(asdict(row) for row in [*rows, *of_others])
+    writer.writerows(of_all)
     write_atomically(out / "results.csv", text.getvalue().encode())
     content = {
+        "command": command,
         "protocol": asdict(protocol),
-        "runs": [asdict(row) for row in [*rows, *of_others]],
+        "compared": [spec.folder for spec in specs],
         "summary": [asdict(summary) for summary in summarise(rows)],
+        "runs": of_all,
     }
     write_atomically(out / "results.json", json.dumps(content, indent=1).encode())
+
+
+def read(out: Path, specs: Sequence[Spec]) -> tuple[Protocol, list[Spec], str]:
+    """What was compared in a folder, and by which command; where that is not known, all its runs."""
+    content = read_json(out / "results.json")
+    if content is None:
+        first = {spec.optimizer: spec for spec in specs}
+        datasets, models, seeds = (dict.fromkeys(getattr(s, n) for s in specs) for n in ("dataset", "model", "seed"))
+        compared = Protocol(
+            out.resolve().name,
+            "",
+            tuple(datasets),
+            tuple(models),
+            tuple(seeds),
+            specs[0].epochs,
+            specs[0].batch_size,
+            specs[0].test_batch_size,
+            {name: OptimizerSpec(name, name, s.optimizer_class, s.settings) for name, s in first.items()},
+        )
+        return compared, list(specs), f"adabayes report {out}"
+    protocol = Protocol(**content["protocol"])
+    named = {name: OptimizerSpec(**entry) for name, entry in content["protocol"]["optimizers"].items()}
+    known = {spec.folder: spec for spec in specs}
+    found = [known[folder] for folder in content["compared"] if folder in known]
+    return replace(protocol, optimizers=named), found, content["command"]

@@ -2,6 +2,7 @@
 
 spec.json           what is run, in full; its hash is the run's identity and part of the folder's name
 environment.json    one entry each time the run was started: versions, commit, machine, threads, data
+rates.jsonl         of the AdaBayes pair: learning rates of a sample of weights, epoch by epoch
 metrics.jsonl       appended to after each epoch; of an epoch that was run twice, the last line counts
 checkpoint-N.*      the newest two: tensors in safetensors; in JSON the rest, and checksums of both
 model.safetensors   the weights at the end
@@ -93,8 +94,8 @@ class RunFolder:
 
     # Metrics
 
-    def log(self, row: dict[str, JSON]) -> None:
-        path = self.path / "metrics.jsonl"
+    def log(self, row: dict[str, JSON], name: str = "metrics.jsonl") -> None:
+        path = self.path / name
         with _room_for(path), path.open("ab+") as file:
             file.seek(0, os.SEEK_END)
             if file.tell():
@@ -105,9 +106,9 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())
 
-    def metrics(self) -> list[dict[str, JSON]]:
+    def metrics(self, name: str = "metrics.jsonl") -> list[dict[str, JSON]]:
         """A row for each epoch, in order."""
-        path = self.path / "metrics.jsonl"
+        path = self.path / name
         rows: dict[int, dict[str, JSON]] = {}
         for line in path.read_bytes().split(b"\n") if path.exists() else ():
             try:

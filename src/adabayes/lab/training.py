@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from adabayes import __version__, diagnostics
 from adabayes._machine import processor
+from adabayes.bench import state_bytes
 from adabayes.lab import models, optimizers
 from adabayes.lab.data import Data
 from adabayes.lab.files import DataError
@@ -32,6 +33,7 @@ from adabayes.optim._rates import TwoRateOptimizer
 __all__ = ["Interrupted", "Progress", "train"]
 
 CHECKPOINT_SECONDS = 60.0  # between two within an epoch; there is one at each epoch's end
+_SAMPLED = 10  # weights of each tensor in the learning-rate figure
 _RECALIBRATION = 50  # batches for new statistics of BatchNorm
 
 
@@ -117,12 +119,18 @@ class _Run:
         self.trainer = optimizers.Trainer(self.optimizer)
         self.base_lrs = [group.get("lr") for group in self.optimizer.param_groups]
         self.steps = math.ceil(self.data.count("train") / spec.batch_size)
+        # For the paper's learning-rate figure.
+        self.observer: diagnostics.Observer | None = None
+        if isinstance(self.optimizer, TwoRateOptimizer):
+            self.observer = diagnostics.Observer(self.optimizer, per_tensor=_SAMPLED, model=self.model)
         self.at = _Position()
         self.test_error: float | None = None
         self._saved = self._reported = time.monotonic()
         if (saved := folder.load()) is not None:
             self.model.load_state_dict(saved["model"])
             self.trainer.load(saved["optimizer"])
+            if self.observer:
+                self.observer.load_state_dict(saved["observer"])
             self.at = _Position(**saved["position"])
 
     def run(self) -> str:
@@ -140,6 +148,8 @@ class _Run:
                 return "diverged"
             row = self._row()
             self.folder.log(row)
+            if self.observer:
+                self.folder.log(self._rates(), "rates.jsonl")
             if not math.isfinite(row["test_loss"]):
                 return "diverged"
             self.test_error = row["test_error"]
@@ -255,6 +265,7 @@ class _Run:
             "test_error": test_error,
             "lr": self.optimizer.param_groups[0].get("lr"),
             "steps": self.steps,
+            "state_bytes": state_bytes(self.optimizer) / sum(p.numel() for p in self.model.parameters()),
             "train_seconds": at.seconds,
             "test_seconds": time.perf_counter() - started,
         }
@@ -263,6 +274,19 @@ class _Run:
             row |= {"sgd_like": total.sgd_like, "adam_like": total.adam_like}
             row |= {f"lr_{q:.0%}": rate for q, rate in zip(diagnostics.QUANTILES, total.lr_quantiles)}
         return row
+
+    def _rates(self) -> dict[str, Any]:
+        """Of a sample of weights of each layer, what Adam would give them and what they get."""
+        assert self.observer is not None
+        points = [p for p in self.observer.points() if p.lr > 0]
+        return {
+            "epoch": self.at.epoch,
+            "lr": points[0].lr if points else 0.0,
+            "lr_sgd": points[0].lr_sgd if points else 0.0,
+            "layers": [p.name for p in points],
+            "adam": [_rounded(p.adam_lr) for p in points],
+            "gain": [_rounded(p.effective_lr) for p in points],
+        }
 
     @torch.no_grad()
     def _test(self) -> tuple[float, float]:
@@ -302,6 +326,7 @@ class _Run:
             "model": dict(self.model.state_dict()),
             "optimizer": self.trainer.state(),
             "position": asdict(self.at),
+            "observer": self.observer.state_dict() if self.observer else None,
         }
         self.folder.save(self.at.epoch * self.steps + self.at.step, tree)
         self._saved = time.monotonic()
@@ -327,6 +352,11 @@ def make(spec: Spec, data: Data) -> tuple[nn.Module, torch.optim.Optimizer]:
     if spec.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model, optimizers.make(spec, model.parameters())
+
+
+def _rounded(values: Tensor) -> list[float]:
+    """Four digits, which is what one sees; a weight without a gradient would get more than any number."""
+    return [float(f"{min(value, 1e30):.4g}") for value in values.tolist()]
 
 
 def _derived(seed: int, *what: object) -> int:
