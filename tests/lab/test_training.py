@@ -184,7 +184,7 @@ def test_the_folder_says_what_was_run_where_and_with_what(digits: Data, tmp_path
     assert start["data"] == digits.fingerprint()
     assert {"commit", "threads", "processor", "python"} <= set(start)
     assert {path.name for path in tmp_path.iterdir()} - {".lock"} == {
-        "spec.json", "environment.json", "metrics.jsonl", "model.safetensors", "result.json",
+        "spec.json", "environment.json", "metrics.jsonl", "rates.jsonl", "model.safetensors", "result.json",
     }  # fmt: skip
 
 
