@@ -135,6 +135,10 @@ function layout(title, extra = {}) {
 }
 const config = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
 
+// Logarithmic axes with whole numbers at 1, 2 and 5, which Plotly by itself shortens to their first digit.
+const ticks = Array.from({ length: 12 }, (_, i) => i - 5).flatMap((power) => [1, 2, 5].map((digit) => Number((digit * 10 ** power).toPrecision(1))));
+const scale = (log) => (log ? { type: "log", tickmode: "array", tickvals: ticks, ticktext: ticks.map(String) } : { type: "linear", tickmode: "auto" });
+
 function traces(panel) {
   const found = [];
   for (const o of data.optimizers) {
@@ -161,8 +165,8 @@ function drawCurves() {
   }
   for (const panel of data.panels) {
     Plotly.react(`plot-${panel.key}`, traces(panel), layout("", {
-      xaxis: { title: { text: names[state.x] }, type: state.logx ? "log" : "linear" },
-      yaxis: { title: { text: `${state.split} ${names[state.metric]}` }, type: state.logy ? "log" : "linear", exponentformat: "power", dtick: state.logy ? "D2" : undefined },
+      xaxis: { title: { text: names[state.x] }, ...scale(state.logx) },
+      yaxis: { title: { text: `${state.split} ${names[state.metric]}` }, ...scale(state.logy) },
     }), config);
   }
 }
