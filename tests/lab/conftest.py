@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,15 @@ def start(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "adabayes", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env={**os.environ}, **options)
+
+
+def start_and_wait(out: Path, *arguments: str | Path) -> subprocess.Popen[str]:
+    """Start a command that writes to ``out``, and wait for its first checkpoint."""
+    process = start(*arguments, "--out", out)
+    while not list(out.rglob("checkpoint-*.json")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+    return process
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from adabayes.lab import results, sweep
 from adabayes.lab.display import Display
 from adabayes.lab.protocol import load
 from adabayes.lab.store import RunFolder
-from tests.lab.conftest import adabayes, spec_of, start
+from tests.lab.conftest import adabayes, spec_of, start, start_and_wait
 
 PROTOCOL = """
 extends = "quick"
@@ -187,16 +187,14 @@ def test_an_optimizer_that_prints_does_not_disturb_a_sweep_in_processes(protocol
 
 def test_with_jobs_a_damaged_checkpoint_is_named_too(tmp_path: Path) -> None:
     command = ("reproduce", "--optimizers", "sgd", "--seeds", "1", "--epochs", "6", "--jobs", "2")
-    options = ("--checkpoint-every", "0.02", "--out", tmp_path)
-    process = start(*command, *options)
-    while not list(tmp_path.rglob("checkpoint-*.json")):
-        time.sleep(0.01)
+    options = ("--checkpoint-every", "0.02")
+    process = start_and_wait(tmp_path, *command, *options)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     (folder,) = (tmp_path / "runs").iterdir()
     newest = RunFolder(folder).checkpoints()[0]
     (folder / f"checkpoint-{newest}.json").write_text("{")
-    done = adabayes(*command, *options)
+    done = adabayes(*command, *options, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"checkpoint-{newest}.json is damaged" in done.stderr
 

@@ -39,7 +39,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Protocol, list[S
     specs = chosen.runs()
     with Display(1, 1, Console(quiet=True)) as display:
         sweep.run(specs, out, display, sweep.Stop())
-    results.write(chosen, specs, [], out, "adabayes reproduce --protocol mine.toml")
+    results.write(chosen, results.collect(specs, out), [], out, "adabayes reproduce --protocol mine.toml")
     report.write(chosen, specs, "adabayes reproduce --protocol mine.toml", out, out)
     return chosen, specs, out
 

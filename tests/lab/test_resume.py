@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from adabayes.lab.data import Data
 from adabayes.lab.store import Busy, RunFolder, load_tree, save_tree
 from adabayes.lab.training import Interrupted, train
-from tests.lab.conftest import adabayes, spec_of, start, without_times
+from tests.lab.conftest import adabayes, spec_of, start, start_and_wait, without_times
 
 RUN = ("train", "--optimizer", "adabayes", "--epochs", "8", "--checkpoint-every", "0.02")
 
@@ -83,9 +83,7 @@ def test_killed_many_times_runs_end_with_the_same_metrics(whole: list[dict[str, 
 def test_ctrl_c_stops_with_a_checkpoint_and_says_how_to_go_on(
     whole: list[dict[str, object]], tmp_path: Path, number: signal.Signals
 ) -> None:
-    process = start(*RUN, "--out", tmp_path)
-    while not list(tmp_path.rglob("checkpoint-*.json")):
-        time.sleep(0.002)
+    process = start_and_wait(tmp_path, *RUN)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -99,26 +97,22 @@ def test_ctrl_c_stops_with_a_checkpoint_and_says_how_to_go_on(
 
 def test_a_sweep_of_several_processes_stops_and_goes_on_too(tmp_path: Path) -> None:
     command = ("reproduce", "--optimizers", "sgd,adam,adamw", "--seeds", "1", "--epochs", "6", "--jobs", "2")
-    options = ("--checkpoint-every", "0.02", "--out", tmp_path)
-    process = start(*command, *options)
-    while not list(tmp_path.rglob("checkpoint-*.json")):
-        time.sleep(0.01)
+    options = ("--checkpoint-every", "0.02")
+    process = start_and_wait(tmp_path, *command, *options)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
-    done = adabayes(*command, *options)
+    done = adabayes(*command, *options, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert [RunFolder(path).status() for path in (tmp_path / "runs").iterdir()] == ["done"] * 3
 
 
 def test_a_second_process_leaves_a_run_alone(tmp_path: Path) -> None:
-    long = [*RUN[:-3], "500", *RUN[-2:], "--out", tmp_path]  # epochs
-    first = start(*long)
+    long = [*RUN[:-3], "500", *RUN[-2:]]  # epochs
+    first = start_and_wait(tmp_path, *long)
     try:
-        while not list(tmp_path.rglob("checkpoint-*.json")):
-            time.sleep(0.002)
-        second = adabayes(*long)
+        second = adabayes(*long, "--out", tmp_path)
         listed = adabayes("runs", tmp_path)
     finally:
         first.send_signal(signal.SIGINT)
@@ -187,9 +181,7 @@ def test_when_all_checkpoints_are_damaged_the_run_begins_anew(digits: Data, tmp_
 
 def test_a_full_disk_is_a_clear_error_and_nothing_is_lost(whole: list[dict[str, object]], tmp_path: Path) -> None:
     """The system refuses to write files above a size that checkpoints exceed, as it would on a full disk."""
-    process = start(*RUN, "--out", tmp_path)
-    while not list(tmp_path.rglob("checkpoint-*.json")):
-        time.sleep(0.002)
+    process = start_and_wait(tmp_path, *RUN)
     process.kill()
     process.communicate()
     before = {path: path.read_bytes() for path in tmp_path.rglob("checkpoint-*.json")}

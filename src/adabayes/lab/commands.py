@@ -19,7 +19,7 @@ from typing_extensions import Self
 from adabayes.lab import data, files, protocol, results, sweep
 from adabayes.lab.display import Display
 from adabayes.lab.protocol import Protocol, ProtocolError, Spec
-from adabayes.lab.store import RunFolder
+from adabayes.lab.store import folder_of
 from adabayes.lab.training import Interrupted
 
 
@@ -56,17 +56,13 @@ def train(args: argparse.Namespace) -> int:
 def report(args: argparse.Namespace) -> int:
     from adabayes.lab import report as page
 
-    specs = sweep.noted(args.folder)
-    if not specs:
-        raise ProtocolError(f"there are no runs in {args.folder}; give what was --out of reproduce or train")
+    specs = _noted(args.folder)
     print(page.write(*results.read(args.folder, specs), args.folder, args.out or args.folder))
     return 0
 
 
 def runs(args: argparse.Namespace) -> int:
-    specs = sweep.noted(args.folder)
-    if not specs:
-        raise ProtocolError(f"there are no runs in {args.folder}; give what was --out of reproduce or train")
+    specs = _noted(args.folder)
     table = Table(box=None, pad_edge=False)
     for name in ("run", "status", "epochs", "test error %", "why"):
         table.add_column(name, justify="right" if name in ("epochs", "test error %") else "left")
@@ -195,6 +191,13 @@ def _chosen(args: argparse.Namespace) -> Protocol:
     return replace(chosen, validation=args.validation, published={})
 
 
+def _noted(folder: Path) -> list[Spec]:
+    specs = sweep.noted(folder)
+    if not specs:
+        raise ProtocolError(f"there are no runs in {folder}; give what was --out of reproduce or train")
+    return specs
+
+
 def _out(args: argparse.Namespace, chosen: Protocol) -> Path:
     return args.out or Path("out") / chosen.name
 
@@ -244,9 +247,8 @@ def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namesp
     except (Interrupted, KeyboardInterrupt):
         _write(chosen, specs, out, args)
         return _stopped(args)
-    for table in results.tables(chosen, results.collect(specs, out)):
+    for table in results.tables(chosen, _write(chosen, specs, out, args)):
         results.show(table)
-    _write(chosen, specs, out, args)
     print(f"{out / 'results.csv'}, {out / 'results.json'}; the runs are in {out / 'runs'}")
     others = [outcome for outcome in outcomes if outcome.status in ("failed", "running")]
     for outcome in others:
@@ -256,10 +258,13 @@ def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namesp
     return 1 if others else 0
 
 
-def _write(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namespace) -> None:
+def _write(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namespace) -> list[results.Row]:
+    """Write what came out of these runs, beside others of the folder; the rows of these."""
     these = {spec.folder for spec in specs}
-    others = [spec for spec in sweep.noted(out) if spec.folder not in these]
-    results.write(chosen, specs, others, out, args.command)
+    rows = results.collect(specs, out)
+    others = results.collect([spec for spec in sweep.noted(out) if spec.folder not in these], out)
+    results.write(chosen, rows, others, out, args.command)
+    return rows
 
 
 def _stopped(args: argparse.Namespace) -> int:
@@ -270,7 +275,7 @@ def _stopped(args: argparse.Namespace) -> int:
 def _dry_run(specs: list[Spec], out: Path, data_folder: Path | None) -> int:
     left = []
     for spec in specs:
-        status = RunFolder(out / "runs" / spec.folder).status()
+        status = folder_of(spec, out).status()
         settings = ", ".join(f"{key} {value}" for key, value in spec.settings.items())
         print(f"{spec}: {status}; {spec.epochs} epochs; {settings}")
         if status not in ("done", "diverged"):

@@ -6,13 +6,14 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from adabayes.lab import results, sweep
+from adabayes.lab import results
 from adabayes.lab.protocol import Protocol, Spec
-from adabayes.lab.store import RunFolder, write_atomically
+from adabayes.lab.store import RunFolder, folder_of, write_atomically
 
 __all__ = ["write"]
 
@@ -40,7 +41,6 @@ _PRESETS = (
     ("bounds-sgd", "bounds and SGD", (*_BOUNDS, "sgd"), "test"),
     ("train", "training", None, "train"),
 )
-_METRICS = ("test_error", "test_loss", "train_error", "train_loss")
 
 
 def write(protocol: Protocol, specs: Sequence[Spec], command: str, runs: Path, out: Path) -> Path:
@@ -65,17 +65,14 @@ def _resource(name: str) -> str:
 
 def _content(protocol: Protocol, specs: Sequence[Spec], command: str, runs: Path) -> dict[str, Any]:
     rows = results.collect(specs, runs)
-    summaries = results.summarise(rows)
     panels = list(dict.fromkeys((spec.dataset, spec.model) for spec in specs))
     names = list(dict.fromkeys(spec.optimizer for spec in specs))
     done = sum(row.status == "done" for row in rows)
     seeds = len({spec.seed for spec in specs})
     summary: dict[str, dict[str, Any]] = {}
-    for s in summaries:
-        figures = [f"{which}_{metric}" for which in ("best", "final") for metric in _METRICS]
-        fields = ["milliseconds_per_step", "state_bytes", *figures]
-        summary.setdefault(_key(s.dataset, s.model), {})[s.optimizer] = {f: _mean(getattr(s, f, None)) for f in fields}
-    folders = {spec.folder: sweep.folder_of(spec, runs) for spec in specs}
+    for s in results.summarise(rows):
+        summary.setdefault(_key(s.dataset, s.model), {})[s.optimizer] = asdict(s)
+    folders = {spec.folder: folder_of(spec, runs) for spec in specs}
     metrics = {folder: files.metrics() for folder, files in folders.items()}
     return {
         "title": protocol.description or protocol.name,
@@ -107,10 +104,6 @@ def _content(protocol: Protocol, specs: Sequence[Spec], command: str, runs: Path
 
 def _key(dataset: str, model: str) -> str:
     return f"{dataset}-{model}"
-
-
-def _mean(value: Any) -> Any:
-    return {"mean": value.mean, "error": value.error} if isinstance(value, results.Mean) else value
 
 
 def _optimizer(name: str, number: int, protocol: Protocol) -> dict[str, Any]:
@@ -151,17 +144,17 @@ def _curves(specs: Sequence[Spec], metrics: dict[str, list[dict[str, Any]]]) -> 
     groups: dict[tuple[str, str], list[list[dict[str, Any]]]] = {}
     for spec in specs:
         rows = metrics[spec.folder]
-        if rows and all(math.isfinite(row[metric]) for row in rows for metric in _METRICS):
+        if rows and all(math.isfinite(row[metric]) for row in rows for metric in results.METRICS):
             groups.setdefault((_key(spec.dataset, spec.model), spec.optimizer), []).append(rows)
     found: dict[str, dict[str, Any]] = {}
     for (panel, optimizer), runs in groups.items():
         epochs = min(map(len, runs))
         curve: dict[str, Any] = {}
-        for metric in _METRICS:
-            columns = [[rows[e][metric] for rows in runs] for e in range(epochs)]
+        for metric in results.METRICS:
+            means = [results.Mean.of([rows[e][metric] for rows in runs]) for e in range(epochs)]
             curve[metric] = {
-                "mean": [_short(statistics.fmean(c)) for c in columns],
-                "error": [_short(statistics.stdev(c) / len(c) ** 0.5) for c in columns] if len(runs) > 1 else None,
+                "mean": [_short(m.mean) for m in means if m],
+                "error": [_short(m.error) for m in means if m and m.error is not None] or None,
             }
         seconds = [statistics.fmean(rows[e]["train_seconds"] for rows in runs) for e in range(epochs)]
         curve["seconds"] = [_short(sum(seconds[: e + 1])) for e in range(epochs)]

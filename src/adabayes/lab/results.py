@@ -18,9 +18,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from adabayes.lab.protocol import OptimizerSpec, Protocol, Spec
-from adabayes.lab.store import RunFolder, read_json, write_atomically
+from adabayes.lab.store import RunFolder, folder_of, read_json, write_atomically
 
-__all__ = ["Row", "Summary", "collect", "summarise", "tables", "write"]
+__all__ = ["METRICS", "Mean", "Row", "Summary", "collect", "read", "show", "summarise", "tables", "write"]
+
+
+METRICS = ("test_error", "test_loss", "train_error", "train_loss")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Row:
 
 def collect(specs: Sequence[Spec], out: Path) -> list[Row]:
     """The rows of runs, from their folders."""
-    return [_row(spec, RunFolder(out / "runs" / spec.folder)) for spec in specs]
+    return [_row(spec, folder_of(spec, out)) for spec in specs]
 
 
 def _row(spec: Spec, folder: RunFolder) -> Row:
@@ -59,7 +62,7 @@ def _row(spec: Spec, folder: RunFolder) -> Row:
     failed = folder.read("failed.json")
     status = folder.status()
     figures: dict[str, Any] = {}
-    for name in ("test_error", "test_loss", "train_error", "train_loss") if metrics else ():
+    for name in METRICS if metrics else ():
         values = [row[name] for row in metrics]
         finite = [value for value in values if math.isfinite(value)]
         figures[f"best_{name}"] = min(finite, default=None)
@@ -183,10 +186,9 @@ def show(table: Table) -> None:
     Console(width=max(console.width, needed)).print(table)
 
 
-def write(protocol: Protocol, specs: Sequence[Spec], others: Sequence[Spec], out: Path, command: str) -> None:
+def write(protocol: Protocol, rows: Sequence[Row], others: Sequence[Row], out: Path, command: str) -> None:
     """``results.csv``, a row for each run, these and others of the folder; ``results.json``, with means of these."""
-    rows = collect(specs, out)
-    of_all = [asdict(row) for row in [*rows, *collect(others, out)]]
+    of_all = [asdict(row) for row in [*rows, *others]]
     text = io.StringIO()
     writer = csv.DictWriter(text, [f.name for f in fields(Row)], lineterminator="\n")
     writer.writeheader()
@@ -195,7 +197,7 @@ def write(protocol: Protocol, specs: Sequence[Spec], others: Sequence[Spec], out
     content = {
         "command": command,
         "protocol": asdict(protocol),
-        "compared": [spec.folder for spec in specs],
+        "compared": [row.folder for row in rows],
         "summary": [asdict(summary) for summary in summarise(rows)],
         "runs": of_all,
     }

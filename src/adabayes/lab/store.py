@@ -16,9 +16,10 @@ import errno
 import hashlib
 import json
 import os
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,12 @@ class RunFolder:
             return "failed"
         return "interrupted" if self.checkpoints() or self.metrics() else "missing"
 
+    def fail(self, error: str, trace: str) -> None:
+        """Note why the run has no result, where there is room for that."""
+        with suppress(OSError):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.write("failed.json", {"error": error, "traceback": trace, "time": time.time()})
+
     # Metrics
 
     def log(self, row: dict[str, JSON], name: str = "metrics.jsonl") -> None:
@@ -163,6 +170,10 @@ class RunFolder:
     def _delete(self, number: int) -> None:
         self.remove(f"checkpoint-{number}.json")
         self.remove(f"checkpoint-{number}.safetensors")
+
+
+def folder_of(spec: Spec, out: Path) -> RunFolder:
+    return RunFolder(out / "runs" / spec.folder)
 
 
 @contextmanager

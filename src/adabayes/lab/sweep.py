@@ -12,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,7 +23,7 @@ from adabayes.lab import data, training
 from adabayes.lab.data import Data
 from adabayes.lab.display import Display
 from adabayes.lab.protocol import Spec
-from adabayes.lab.store import Busy, RunFolder, exclusive, read_json, spec_from, write_atomically
+from adabayes.lab.store import Busy, RunFolder, exclusive, folder_of, read_json, spec_from, write_atomically
 from adabayes.lab.training import Interrupted, Progress
 
 __all__ = ["Outcome", "Stop", "attempt", "estimate", "run"]
@@ -57,10 +56,6 @@ class Stop:
 
     def __call__(self) -> bool:
         return self.requested
-
-
-def folder_of(spec: Spec, out: Path) -> RunFolder:
-    return RunFolder(out / "runs" / spec.folder)
 
 
 def run(
@@ -136,9 +131,7 @@ def attempt(
         return Outcome(spec, "running", str(error))
     except Exception as error:  # anything at all that an optimizer, a model or a disk comes up with
         message = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
-        with suppress(OSError):
-            folder.path.mkdir(parents=True, exist_ok=True)
-            folder.write("failed.json", {"error": message, "traceback": traceback.format_exc(), "time": time.time()})
+        folder.fail(message, traceback.format_exc())
         return Outcome(spec, "failed", message)
 
 
@@ -216,8 +209,7 @@ def _run_in_processes(
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         said = f": {errors[-1].strip()}" if errors else ""
         why = f"its process {how}{said}"
-        with suppress(OSError):
-            folder.write("failed.json", {"error": why, "traceback": "".join(errors), "time": time.time()})
+        folder.fail(why, "".join(errors))
         return Outcome(spec, "failed", why)
 
     asked = False

@@ -115,7 +115,9 @@ class _Run:
                     f"validation {spec.validation} leaves no example to {split} on; choose another share"
                 )
         self.model, self.optimizer = make(spec, self.data)
-        self.call = self._compile() if spec.compile else self.model
+        self.call: Callable[..., Tensor] = self.model
+        if spec.compile:
+            self._compile()
         self.trainer = optimizers.Trainer(self.optimizer)
         self.base_lrs = [group.get("lr") for group in self.optimizer.param_groups]
         self.steps = math.ceil(self.data.count("train") / spec.batch_size)
@@ -221,20 +223,18 @@ class _Run:
         # To test an example takes about a third of what it takes to train on it.
         return min(taken[1:]) / size * (self.data.count("train") + self.data.count("test") / 3)
 
-    def _compile(self) -> Callable[..., Any]:
-        """The compiled model: anew for each run and shape, so that nothing depends on what was run before."""
+    def _compile(self) -> None:
+        """Compile the model: anew for each run and shape, so that nothing depends on what was run before."""
         torch.compiler.reset()
-        call = torch.compile(self.model, dynamic=False)
+        self.call = torch.compile(self.model, dynamic=False)
         # Compiling is no part of training's time: so once through with each shape, and back to the start.
         start = {name: t.clone() for name, t in self.model.state_dict().items()}
         count = self.data.count("train")
         for size in {min(count, self.spec.batch_size), count % self.spec.batch_size} - {0}:
-            inputs, targets = self.data.train_batch(torch.arange(size), torch.Generator())
-            with self._autocast():
-                F.cross_entropy(call(inputs).flatten(0, -2), targets.flatten()).backward()  # type: ignore[no-untyped-call]
+            loss, _ = self._loss(*self.data.train_batch(torch.arange(size), torch.Generator()))
+            loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
         self.model.load_state_dict(start)
-        return call
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if not self.spec.channels_last:

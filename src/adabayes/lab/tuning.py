@@ -16,7 +16,7 @@ from adabayes.lab import sweep
 from adabayes.lab.data import Data
 from adabayes.lab.display import Display
 from adabayes.lab.protocol import OptimizerSpec, Protocol, ProtocolError
-from adabayes.lab.store import exclusive, write_atomically
+from adabayes.lab.store import exclusive, folder_of, write_atomically
 
 try:
     import optuna
@@ -173,7 +173,7 @@ def _trial(
         return trial.should_prune()
 
     display.started(spec)
-    folder = sweep.folder_of(spec, out)
+    folder = folder_of(spec, out)
     outcome = sweep.attempt(
         spec, folder, lambda: whole, stop, report=lambda p: display.progressed(spec, p), is_hopeless=is_hopeless
     )
