@@ -167,6 +167,9 @@ sensitive each optimizer is. The same command goes on where it was stopped; a la
         "folder", type=Path, metavar="RUNS", help="what was --out of reproduce or train, like out/quick"
     )
     report.add_argument("--out", type=Path, metavar="DIR", help="where to write it (default: RUNS)")
+    report.add_argument(
+        "--figures", action="store_true", help="and DIR/figures: each as PDF, SVG and PNG, for a two-column page"
+    )
 
     runs = _command(commands, "runs", "what is done, running, missing, failed", "Lists the runs of a folder.")
     runs.add_argument("folder", type=Path, metavar="DIR", help="what was --out, like out/quick")

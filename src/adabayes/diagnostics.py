@@ -251,36 +251,36 @@ class Observer:
             raise RuntimeError("nothing to draw: take steps with gradients, at a learning rate above 0, first")
         if ax is None:
             _, ax = plt.subplots(figsize=(5.5, 4), layout="constrained")
-        for p in points:
-            ax.plot(p.adam_lr, p.effective_lr, ".", color="0.25", alpha=0.35, markersize=4, markeredgewidth=0, zorder=3)
-        rates = {(p.lr, p.lr_sgd) for p in points}
-        # Weights with almost no gradient are far out on the right, and all the same: three decades show them well.
-        slowest = min((lr for p in points for lr in p.adam_lr.tolist() if lr > 0), default=math.inf)
-        left = min(slowest, *(p.lr_sgd / 30 for p in points)) / 2
-        right = 1000 * max(p.lr_sgd for p in points)
-        x = torch.logspace(math.log10(left), math.log10(right), 300, dtype=torch.float64)
-        for i, (lr, lr_sgd) in enumerate(sorted(rates)):
-            adam, sgd = x[x < 3 * lr_sgd], x[x > lr_sgd / 3]
-            curves = (
-                ("Adam, lr / rms(g)", adam, adam, "tab:blue", "-"),
-                ("SGD, lr_sgd", sgd, torch.full_like(sgd, lr_sgd), "tab:orange", "-"),
-                ("fixed point", x, fixed_point((lr / x) ** 2, lr, lr_sgd), "tab:green", "-"),
-                ("crossover", [lr_sgd] * 2, [left, 3 * lr_sgd], "tab:purple", ":"),
-            )
-            for label, xs, ys, colour, style in curves:
-                ax.plot(xs, ys, style, color=colour, label=label if i == 0 else None)
-        ax.plot([], [], ".", color="0.25", label="weights")
-        ax.set(
-            xscale="log",
-            yscale="log",
-            xlabel="Adam's learning rate, lr / rms(g)",
-            ylabel="effective learning rate",
-            xlim=(left, right),
-        )
+        draw_rates(points, ax)
+        ax.set(xlabel="Adam's learning rate, lr / rms(g)", ylabel="effective learning rate")
         ax.legend(frameon=False)
         if path is not None:
             ax.get_figure(root=True).savefig(path, dpi=150)  # type: ignore[union-attr]
         return ax
+
+
+def draw_rates(points: Sequence[Points], ax: Axes) -> None:
+    """Draw points of the paper's learning-rate figure, with both limits, the fixed point and the crossover."""
+    for p in points:
+        ax.plot(p.adam_lr, p.effective_lr, ".", color="0.25", alpha=0.35, markersize=4, markeredgewidth=0, zorder=3)
+    rates = {(p.lr, p.lr_sgd) for p in points}
+    # Weights with almost no gradient are far out on the right, and all the same: three decades show them well.
+    slowest = min((lr for p in points for lr in p.adam_lr.tolist() if lr > 0), default=math.inf)
+    left = min(slowest, *(p.lr_sgd / 30 for p in points)) / 2
+    right = 1000 * max(p.lr_sgd for p in points)
+    x = torch.logspace(math.log10(left), math.log10(right), 300, dtype=torch.float64)
+    for i, (lr, lr_sgd) in enumerate(sorted(rates)):
+        adam, sgd = x[x < 3 * lr_sgd], x[x > lr_sgd / 3]
+        curves = (
+            ("Adam, lr / rms(g)", adam, adam, "tab:blue", "-"),
+            ("SGD, lr_sgd", sgd, torch.full_like(sgd, lr_sgd), "tab:orange", "-"),
+            ("fixed point", x, fixed_point((lr / x) ** 2, lr, lr_sgd), "tab:green", "-"),
+            ("crossover", [lr_sgd] * 2, [left, 3 * lr_sgd], "tab:purple", ":"),
+        )
+        for label, xs, ys, colour, style in curves:
+            ax.plot(xs, ys, style, color=colour, label=label if i == 0 else None)
+    ax.plot([], [], ".", color="0.25", label="weights")
+    ax.set(xscale="log", yscale="log", xlim=(left, right))
 
 
 class _Tracked:

@@ -40,7 +40,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Protocol, list[S
     with Display(1, 1, Console(quiet=True)) as display:
         sweep.run(specs, out, display, sweep.Stop())
     results.write(chosen, results.collect(specs, out), [], out, "adabayes reproduce --protocol mine.toml")
-    report.write(chosen, specs, "adabayes reproduce --protocol mine.toml", out, out)
+    report.write(report.content(chosen, specs, "adabayes reproduce --protocol mine.toml", out), out)
     return chosen, specs, out
 
 
@@ -72,8 +72,12 @@ def test_the_command_makes_the_page_again_also_of_copied_runs(
     compared: tuple[Protocol, list[Spec], Path], tmp_path: Path
 ) -> None:
     _, specs, out = compared
-    done = adabayes("report", out, "--out", tmp_path / "again")
+    done = adabayes("report", out, "--out", tmp_path / "again", "--figures")
     assert done.returncode == 0, done.stderr
+    figures = {path.name for path in (tmp_path / "again" / "figures").iterdir()}
+    assert {"curves-all.pdf", "curves-train.svg", "learning-rates.png"} <= figures
+    assert "curves-bounds-sgd.pdf" in figures
+    assert not [path for path in (tmp_path / "again" / "figures").iterdir() if path.stat().st_size < 5000]
     assert content(tmp_path / "again" / "index.html")["summary"] == content(out / "index.html")["summary"]
     shutil.copytree(out / "runs", tmp_path / "copied" / "runs")
     assert adabayes("report", tmp_path / "copied").returncode == 0
@@ -119,7 +123,7 @@ def generated(out: Path) -> tuple[Protocol, list[Spec]]:
 def test_the_papers_experiment_makes_a_page_of_six_megabytes_at_most(tmp_path: Path) -> None:
     paper, specs = generated(tmp_path)
     started = time.monotonic()
-    page = report.write(paper, specs, "adabayes reproduce --protocol paper", tmp_path, tmp_path)
+    page = report.write(report.content(paper, specs, "adabayes reproduce --protocol paper", tmp_path), tmp_path)
     assert time.monotonic() - started < 20
     assert page.stat().st_size < 6_000_000
     held = content(page)
@@ -167,9 +171,9 @@ def test_the_page_opens_from_disk_and_its_controls_work(
     assert page.inner_text("h1") == "Mine & <b>yours</b>"
     assert "diverged" in page.inner_text("#problems")
     assert shown(page) == {"SGD", "AdamW", "AdaBayes"}
-    page.click("button[data-value=adamw]")
-    assert shown(page) == {"AdamW", "AdaBayes"}
-    page.click("#legend button[data-optimizer=adamw]")
+    page.click("button[data-value=baselines]")
+    assert shown(page) == {"SGD", "AdaBayes"}
+    page.click("#legend button[data-optimizer=sgd]")
     assert shown(page) == {"AdaBayes"}
     page.click("button[data-value=train] >> nth=0")
     assert "train" in page.evaluate("document.querySelector('#curves .js-plotly-plot').layout.yaxis.title.text")
@@ -185,9 +189,9 @@ def test_the_page_opens_from_disk_and_its_controls_work(
     assert [n for n in first_column() if n != "Adam"] == [n for n in reversed(up) if n != "Adam"]
     page.focus("#results th button >> nth=0")
     page.keyboard.press("Enter")
-    assert first_column() == sorted(first_column(), reverse=False) or first_column() == sorted(
-        first_column(), reverse=True
-    )
+    assert first_column() == sorted(first_column())
+    page.keyboard.press("Enter")  # what was pressed keeps the focus
+    assert first_column() == sorted(first_column(), reverse=True)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.click("#copy-markdown")
     page.wait_for_function("document.getElementById('copy-markdown').textContent === 'copied'")
@@ -199,6 +203,32 @@ def test_the_page_opens_from_disk_and_its_controls_work(
     slider.focus()
     page.keyboard.press("ArrowLeft")
     assert page.inner_text("#rates-epoch") == "epoch 1"
+    assert errors == []
+
+
+def test_each_preset_shows_the_papers_curves(browser: Browser, tmp_path: Path) -> None:
+    paper, specs = generated(tmp_path)
+    report.write(report.content(paper, specs, "", tmp_path), tmp_path)
+    page, errors = opened(browser, tmp_path)
+    ours = {"AdaBayes", "AdaBayes-FP"}
+    everything = {paper.optimizers[name].label for name in paper.optimizers}
+    for key, expected in {
+        "all": everything,
+        "baselines": {"SGD", "Adam", "AdaGrad", "AMSGrad"} | ours,
+        "adamw": {"Adam", "AdamW", "AdaBayes-FP"},
+        "bounds": {"AdaBound", "AMSBound"} | ours,
+        "bounds-sgd": {"AdaBound", "AMSBound", "SGD"},
+        "train": everything,
+    }.items():
+        page.focus(f"#curve-bar button[data-value={key}] >> nth=0")
+        page.keyboard.press("Space")
+        assert shown(page) == expected
+        title = page.evaluate("document.querySelector('#curves .js-plotly-plot').layout.yaxis.title.text")
+        assert title.startswith("train" if key == "train" else "test")
+    started = time.monotonic()
+    for key in ("all", "bounds", "all", "bounds"):
+        page.click(f"#curve-bar button[data-value={key}] >> nth=0")
+    assert time.monotonic() - started < 4  # four panels drawn anew, four times
     assert errors == []
 
 

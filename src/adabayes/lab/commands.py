@@ -33,7 +33,7 @@ def reproduce(args: argparse.Namespace) -> int:
     if code != 130:
         from adabayes.lab import report as page
 
-        print(f"{page.write(chosen, specs, args.command, out, out)} shows it all; open it in a browser")
+        print(f"{page.write(page.content(chosen, specs, args.command, out), out)} shows it all; open it in a browser")
     return code
 
 
@@ -54,10 +54,15 @@ def train(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
+    from adabayes.lab import figures
     from adabayes.lab import report as page
 
-    specs = _noted(args.folder)
-    print(page.write(*results.read(args.folder, specs), args.folder, args.out or args.folder))
+    out = args.out or args.folder
+    content = page.content(*results.read(args.folder, _noted(args.folder)), args.folder)
+    print(page.write(content, out))
+    if args.figures:
+        written = figures.write(content, out / "figures")
+        print(f"{len(written)} files in {out / 'figures'}: PDF, SVG and PNG of each figure")
     return 0
 
 

@@ -1,21 +1,19 @@
-"""A folder of runs as a page that one can look at: a single file, which opens from disk and needs no network."""
+"""A folder of runs as a page that one can look at."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from adabayes.lab import results
+from adabayes.lab import page, results
 from adabayes.lab.protocol import Protocol, Spec
-from adabayes.lab.store import RunFolder, folder_of, write_atomically
+from adabayes.lab.store import RunFolder, folder_of
 
-__all__ = ["write"]
+__all__ = ["content", "write"]
 
 # One colour and one kind of line for each optimizer, everywhere; for the colour-blind too, on light and on dark.
 _STYLES = {
@@ -36,34 +34,20 @@ _BOUNDS = ("adabound", "amsbound")
 _PRESETS = (
     ("all", "all", None, "test"),
     ("baselines", "standard baselines", ("sgd", "adam", "adagrad", "amsgrad", *_OURS), "test"),
-    ("adamw", "Adam, AdamW, FP", ("adam", "adamw", *_OURS), "test"),
+    ("adamw", "Adam, AdamW, FP", ("adam", "adamw", "adabayes-fp"), "test"),
     ("bounds", "ours and bounds", (*_BOUNDS, *_OURS), "test"),
     ("bounds-sgd", "bounds and SGD", (*_BOUNDS, "sgd"), "test"),
     ("train", "training", None, "train"),
 )
 
 
-def write(protocol: Protocol, specs: Sequence[Spec], command: str, runs: Path, out: Path) -> Path:
-    """Write ``index.html`` to ``out``, for what ``command`` compared in the folder ``runs``; where the page is."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ImportError("the report is drawn with plotly: pip install 'adabayes[lab]'") from error
-    content = json.dumps(_content(protocol, specs, command, runs), allow_nan=False).replace("<", "\\u003c")
-    page = _resource("report.html")
-    for mark, text in (("SCRIPT", _resource("report.js")), ("DATA", content), ("PLOTLY", get_plotlyjs())):
-        page = page.replace(f"/*{mark}*/", text, 1)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "index.html"
-    write_atomically(path, page.encode())
-    return path
+def write(content: dict[str, Any], out: Path) -> Path:
+    """Write ``index.html`` to ``out``; where it is."""
+    return page.write("report", f"AdaBayes: {content['title']}", content, out / "index.html")
 
 
-def _resource(name: str) -> str:
-    return (resources.files("adabayes.lab") / name).read_text(encoding="utf-8")
-
-
-def _content(protocol: Protocol, specs: Sequence[Spec], command: str, runs: Path) -> dict[str, Any]:
+def content(protocol: Protocol, specs: Sequence[Spec], command: str, runs: Path) -> dict[str, Any]:
+    """All that a page or a figure shows of what ``command`` compared in the folder ``runs``, as plain data."""
     rows = results.collect(specs, runs)
     panels = list(dict.fromkeys((spec.dataset, spec.model) for spec in specs))
     names = list(dict.fromkeys(spec.optimizer for spec in specs))

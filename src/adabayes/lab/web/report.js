@@ -1,34 +1,9 @@
-"use strict";
-// Draws the page from the JSON in it. Everything that can be worked out beforehand was, in report.py.
-const data = JSON.parse(document.getElementById("data").textContent);
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
+// Draws the report from the JSON in it. Everything that can be worked out beforehand was, in report.py.
 const state = { when: "final", split: "test", metric: "error", x: "epoch", logx: false, logy: true, shown: new Set(data.optimizers.map((o) => o.name)), preset: "all" };
-const byName = Object.fromEntries(data.optimizers.map((o) => [o.name, o]));
-const get = (id) => document.getElementById(id);
-
-function make(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (value !== undefined) node.setAttribute(name, value);
-  }
-  node.append(...children);
-  return node;
-}
-
 const colour = (o) => (dark.matches ? o.dark : o.light);
 const swatch = (o) => make("span", { class: "swatch", style: `background:${colour(o)}`, "aria-hidden": "true" });
 const fixed = (value, digits) => (value === null || value === undefined ? "" : value.toFixed(digits));
 const withError = (m, digits) => (m ? fixed(m.mean, digits) + (m.error === null ? "" : " ± " + fixed(m.error, digits)) : "");
-
-// A row of buttons of which one, or each for itself, is pressed.
-function choice(label, options, current, choose) {
-  const set = make("fieldset", {}, make("legend", {}, label));
-  for (const [value, text] of options) {
-    set.append(make("button", { type: "button", "data-value": value, "aria-pressed": String(current === value), onclick: () => choose(value) }, text));
-  }
-  return set;
-}
 
 // The table
 
@@ -71,7 +46,7 @@ function drawTable() {
     });
     return row;
   });
-  get("results").replaceChildren(make("thead", {}, top, names), make("tbody", {}, ...body));
+  renew(get("results"), make("thead", {}, top, names), make("tbody", {}, ...body));
   get("table-note").textContent = "Bold: the best. Underlined: the best adaptive method (all but SGD), as the paper marks them. "
     + (state.when === "best" ? "Of each run the best epoch, for error and loss apart, chosen on the data that is shown: flattering, and what the paper's table has." : "Of each run the last epoch.");
 }
@@ -115,7 +90,7 @@ function drawTableBar() {
     const node = make("button", { type: "button", id: `copy-${kind}`, onclick: () => copy(kind, node) }, text);
     return node;
   };
-  get("table-bar").replaceChildren(
+  renew(get("table-bar"),
     choice("epoch", [["final", "last"], ["best", "best"]], state.when, (value) => { state.when = value; drawTableBar(); drawTable(); }),
     button("markdown", "copy as Markdown"), button("latex", "copy as LaTeX"));
 }
@@ -123,21 +98,6 @@ function drawTableBar() {
 // The curves
 
 const names = { error: "error (%)", loss: "loss", epoch: "epoch", seconds: "seconds of training" };
-
-function layout(title, extra = {}) {
-  const fore = dark.matches ? "#e9eaec" : "#1d1f23", line = dark.matches ? "#363b43" : "#e3e5e9";
-  const axis = { gridcolor: line, zeroline: false, linecolor: line, automargin: true };
-  return {
-    margin: { l: 8, r: 12, t: 12, b: 8 }, showlegend: false, hovermode: "x unified", paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: fore, size: 12 }, hoverlabel: { bgcolor: dark.matches ? "#1c1f24" : "#fff", font: { color: fore } },
-    xaxis: { ...axis, ...extra.xaxis }, yaxis: { ...axis, ...extra.yaxis },
-  };
-}
-const config = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
-
-// Logarithmic axes with whole numbers at 1, 2 and 5, which Plotly by itself shortens to their first digit.
-const ticks = Array.from({ length: 12 }, (_, i) => i - 5).flatMap((power) => [1, 2, 5].map((digit) => Number((digit * 10 ** power).toPrecision(1))));
-const scale = (log) => (log ? { type: "log", tickmode: "array", tickvals: ticks, ticktext: ticks.map(String) } : { type: "linear", tickmode: "auto" });
 
 function traces(panel) {
   const found = [];
@@ -164,7 +124,7 @@ function drawCurves() {
     }
   }
   for (const panel of data.panels) {
-    Plotly.react(`plot-${panel.key}`, traces(panel), layout("", {
+    Plotly.react(`plot-${panel.key}`, traces(panel), layout({
       xaxis: { title: { text: names[state.x] }, ...scale(state.logx) },
       yaxis: { title: { text: `${state.split} ${names[state.metric]}` }, ...scale(state.logy) },
     }), config);
@@ -181,13 +141,13 @@ function drawCurveBar() {
     if (found.split) state.split = found.split;
     drawCurveBar(); drawCurves();
   };
-  get("curve-bar").replaceChildren(
+  renew(get("curve-bar"),
     choice("show", data.presets.map((p) => [p.key, p.label]), state.preset, preset),
     choice("on", [["test", "test"], ["train", "training"]], state.split, set("split")),
     choice("", [["error", "error"], ["loss", "loss"]], state.metric, set("metric")),
     choice("over", [["epoch", "epochs"], ["seconds", "time"]], state.x, set("x")),
     make("fieldset", {}, make("legend", {}, "log"), toggle("logx", "x"), toggle("logy", "y")));
-  get("legend").replaceChildren(...data.optimizers.map((o) => make("button", {
+  renew(get("legend"), ...data.optimizers.map((o) => make("button", {
     type: "button", "data-optimizer": o.name, "aria-pressed": String(state.shown.has(o.name)),
     onclick: () => { state.shown.has(o.name) ? state.shown.delete(o.name) : state.shown.add(o.name); state.preset = ""; drawCurveBar(); drawCurves(); },
   }, swatch(o), o.label)));
@@ -207,16 +167,14 @@ function drawRates() {
   const x = [], y = [];
   for (const layer of layers) { x.push(...now.adam[run.layers.indexOf(layer)]); y.push(...now.gain[run.layers.indexOf(layer)]); }
   const left = Math.min(now.lr_sgd / 30, ...x.filter((v) => v > 0)) / 2, right = now.lr_sgd * 1000;
-  const at = Array.from({ length: 200 }, (_, i) => left * (right / left) ** (i / 199));
-  const point = at.map((a) => 1 / (1 / (2 * now.lr_sgd) + Math.sqrt(1 / (4 * now.lr_sgd ** 2) + 1 / a ** 2)));
-  const line = (xs, ys, name, c, dash) => ({ x: xs, y: ys, name, mode: "lines", line: { color: c, width: 1.8, dash }, hoverinfo: "name" });
-  const blue = dark.matches ? "#7cc4f5" : "#0072b2", orange = dark.matches ? "#f5b041" : "#c46a00", green = dark.matches ? "#6fd69c" : "#117733";
+  const at = spaced(left, right, 200), colours = hues();
   const adam = at.filter((a) => a < 3 * now.lr_sgd), sgd = at.filter((a) => a > now.lr_sgd / 3);
   Plotly.react("rates", [
-    { x: x.map((v) => Math.min(v, right)), y, mode: "markers", type: "scattergl", name: "weights", marker: { size: 4, color: dark.matches ? "#c9ccd1" : "#333", opacity: 0.45 }, hovertemplate: "Adam %{x:.2g}, gets %{y:.2g}<extra></extra>" },
-    line(adam, adam, "Adam, lr / rms(g)", blue, "dash"), line(sgd, sgd.map(() => now.lr_sgd), "SGD, lr_sgd", orange, "dash"),
-    line(at, point, "fixed point", green, "solid"), line([now.lr_sgd, now.lr_sgd], [left, 3 * now.lr_sgd], "crossover", dark.matches ? "#c9a0dc" : "#882255", "dot"),
-  ], { ...layout("", {
+    { x: x.map((v) => Math.min(v, right)), y, mode: "markers", type: "scattergl", name: "weights", marker: { size: 4, color: colours.dots, opacity: 0.45 }, hovertemplate: "Adam %{x:.2g}, gets %{y:.2g}<extra></extra>" },
+    line(adam, adam, "Adam, lr / rms(g)", colours.adam, "dash"), line(sgd, sgd.map(() => now.lr_sgd), "SGD, lr_sgd", colours.sgd, "dash"),
+    line(at, at.map((a) => fixedPoint((now.lr / a) ** 2, now.lr, now.lr_sgd)), "fixed point", colours.point, "solid"),
+    line([now.lr_sgd, now.lr_sgd], [left, 3 * now.lr_sgd], "crossover", colours.cross, "dot"),
+  ], { ...layout({
     xaxis: { type: "log", title: { text: "Adam's learning rate, lr / √⟨g²⟩" }, range: [Math.log10(left), Math.log10(right)], exponentformat: "power", dtick: 1 },
     yaxis: { type: "log", title: { text: "effective learning rate" }, exponentformat: "power", dtick: 1 },
   }), hovermode: "closest", showlegend: true, legend: { x: 0.99, y: 0.02, xanchor: "right", yanchor: "bottom", bgcolor: "rgba(0,0,0,0)" } }, config);
@@ -230,7 +188,7 @@ function drawRatesBar() {
     ...options.map(([value, text]) => make("option", { value, selected: String(value) === String(current) ? "" : undefined }, text))));
   const slider = make("input", { type: "range", id: "rates-slider", min: 0, max: run.epochs.length - 1, value: rates.epoch < 0 ? run.epochs.length - 1 : rates.epoch, "aria-label": "epoch",
     oninput: (event) => { rates.epoch = Number(event.target.value); drawRates(); } });
-  get("rates-bar").replaceChildren(
+  renew(get("rates-bar"),
     pick("run", "rates-run", data.rates.map((r, i) => [i, r.title]), rates.run, (value) => { rates.run = Number(value); rates.layer = ""; rates.epoch = -1; drawRatesBar(); drawRates(); }),
     pick("layer", "rates-layer", [["", "all"], ...run.layers.map((l) => [l, l])], rates.layer, (value) => { rates.layer = value; drawRates(); }),
     slider, make("span", { id: "rates-epoch" }));
