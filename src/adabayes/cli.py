@@ -171,6 +171,17 @@ sensitive each optimizer is. The same command goes on where it was stopped; a la
         "--figures", action="store_true", help="and DIR/figures: each as PDF, SVG and PNG, for a two-column page"
     )
 
+    theory = _command(
+        commands,
+        "theory",
+        "the paper's theory, simulated, measured and drawn",
+        """Checks each claim of the paper's theory by simulation, in seconds and without data: the measured value
+against the predicted one. Writes theory.md with a figure for each part, and explorer.html, a page with sliders that
+shows what learning rate a weight gets and converts the settings of AdamW, SGD and the paper. The exit code is 1 if a
+claim fails.""",
+    )
+    theory.add_argument("--out", type=Path, default=Path("out/theory"), metavar="DIR", help="(default: out/theory)")
+
     runs = _command(commands, "runs", "what is done, running, missing, failed", "Lists the runs of a folder.")
     runs.add_argument("folder", type=Path, metavar="DIR", help="what was --out, like out/quick")
 

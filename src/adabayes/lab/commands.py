@@ -17,7 +17,7 @@ from rich.table import Table
 from typing_extensions import Self
 
 from adabayes.lab import data, files, protocol, results, sweep
-from adabayes.lab.display import Display
+from adabayes.lab.display import Display, tracked
 from adabayes.lab.protocol import Protocol, ProtocolError, Spec
 from adabayes.lab.store import folder_of
 from adabayes.lab.training import Interrupted
@@ -64,6 +64,22 @@ def report(args: argparse.Namespace) -> int:
         written = figures.write(content, out / "figures")
         print(f"{len(written)} files in {out / 'figures'}: PDF, SVG and PNG of each figure")
     return 0
+
+
+def theory(args: argparse.Namespace) -> int:
+    from adabayes.lab import theory as parts
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    topics = []
+    for make in tracked(parts.TOPICS, "simulating"):
+        topics.append(make())
+        parts.draw(topics[-1], args.out)
+    Console().print(parts.table(topics))
+    print(f"{parts.write(topics, args.out)} has it with figures; {parts.write_explorer(args.out)} is to play with")
+    failed = [check for topic in topics for check in topic.checks if not check.passed]
+    for check in failed:
+        print(f"not as predicted: {check.claim}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def runs(args: argparse.Namespace) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Collection, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Self
 
@@ -15,7 +16,15 @@ from adabayes.lab.training import Progress
 try:
     from rich.console import Console, Group
     from rich.live import Live
-    from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TaskID,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+        track,
+    )
     from rich.progress import Progress as Bars
     from rich.text import Text
 except ImportError as error:
@@ -24,7 +33,9 @@ except ImportError as error:
 if TYPE_CHECKING:
     from adabayes.lab.sweep import Outcome
 
-__all__ = ["Display"]
+__all__ = ["Display", "tracked"]
+
+T = TypeVar("T")
 
 _COLOURS = {"done": "green", "diverged": "yellow", "pruned": "bright_black", "failed": "red", "running": "cyan"}
 
@@ -104,3 +115,9 @@ class Display:
 
     def warned(self, message: Warning | str, *_: Any) -> None:
         self.console.print(Text.assemble(("warning: ", "yellow"), str(message)))
+
+
+def tracked(items: Collection[T], what: str) -> Iterator[T]:
+    """The items, with a bar on the terminal, if there is one, that is gone at the end."""
+    console = Console(stderr=True)
+    yield from track(items, what, console=console, transient=True, disable=not console.is_terminal)

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from adabayes.diagnostics import Points, draw_rates
+from adabayes.lab.display import tracked
 
 try:
     import matplotlib as mpl
@@ -61,10 +60,8 @@ def write(content: dict[str, Any], out: Path) -> list[Path]:
     }
     if content["rates"]:
         drawings["learning-rates"] = partial(_rates, content["rates"])
-    console = Console(stderr=True)
-    shown = track(drawings.items(), "drawing", console=console, transient=True, disable=not console.is_terminal)
     with print_style():
-        return [file for name, draw in shown for file in save(draw(), out / name)]
+        return [file for name, draw in tracked(drawings.items(), "drawing") for file in save(draw(), out / name)]
 
 
 @contextmanager

@@ -54,3 +54,19 @@ const hues = () => dark.matches
 const fixedPoint = (meanSquare, eta, sigma2) => 1 / (0.5 / sigma2 + Math.sqrt(0.25 / sigma2 ** 2 + meanSquare / eta ** 2));
 const spaced = (from, to, count) => Array.from({ length: count }, (_, i) => from * (to / from) ** (i / (count - 1)));
 const line = (x, y, name, color, dash) => ({ x, y, name, mode: "lines", line: { color, width: 1.8, dash } });
+
+async function copyText(text, button) {
+  const label = button.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {  // pages opened from disk may not be allowed to: the old way
+    const area = make("textarea", { style: "position:fixed;opacity:0" });
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  button.textContent = "copied";
+  setTimeout(() => { button.textContent = label; }, 1200);
+}

@@ -68,26 +68,9 @@ function copied(kind) {
   return ["\\begin{tabular}{l" + "r".repeat(columns.length) + "}", "\\toprule", tex(head.map((text) => text.replace("%", "\\%"))), "\\midrule", ...lines.map(tex), "\\bottomrule", "\\end{tabular}"].join("\n") + "\n";
 }
 
-async function copy(kind, button) {
-  const text = copied(kind);
-  const label = button.textContent;
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch {  // pages opened from disk may not be allowed to: the old way
-    const area = make("textarea", { style: "position:fixed;opacity:0" });
-    area.value = text;
-    document.body.append(area);
-    area.select();
-    document.execCommand("copy");
-    area.remove();
-  }
-  button.textContent = "copied";
-  setTimeout(() => { button.textContent = label; }, 1200);
-}
-
 function drawTableBar() {
   const button = (kind, text) => {
-    const node = make("button", { type: "button", id: `copy-${kind}`, onclick: () => copy(kind, node) }, text);
+    const node = make("button", { type: "button", id: `copy-${kind}`, onclick: () => copyText(copied(kind), node) }, text);
     return node;
   };
   renew(get("table-bar"),

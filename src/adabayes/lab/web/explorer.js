@@ -1,0 +1,124 @@
+// The learning rate that a weight gets, as a function of the settings. The mathematics is that of adabayes.filtering.
+const state = { ...data, weight_decay: 0.05, source: "adamw" };
+const sources = {
+  adamw: { lr: 1e-3, weight_decay: 0.05 },
+  sgd: { lr: 0.1, momentum: 0.9, weight_decay: 5e-4 },
+  paper: { eta: 1e-3, eta_sgd: 0.1, lambda: 5e-5 },
+};
+
+// Settings that people have, in ours.
+const convert = {
+  adamw: ({ lr, weight_decay }) => ({ lr, lr_sgd: 100 * lr, weight_decay }),
+  // torch sums past gradients where we average them; its weight decay goes through the learning rate, ours through lr.
+  sgd: ({ lr, momentum, weight_decay }) => {
+    const lr_sgd = lr / (1 - momentum);
+    return { lr: lr_sgd / 100, lr_sgd, momentum, weight_decay: 100 * weight_decay };
+  },
+  paper: ({ eta, eta_sgd, lambda }) => ({ lr: eta, lr_sgd: eta_sgd, weight_decay: lambda / eta }),
+};
+
+function filter({ lr, lr_sgd, batch_size }) {
+  const k = (batch_size * lr ** 2) / (2 * lr_sgd);
+  const decay = Math.exp(-2 * k), noise = -lr_sgd * Math.expm1(-2 * k);
+  // Where the gain settles under gradients of this size, and how many steps that takes.
+  const settled = (g) => {
+    const h = batch_size * g * g, b = noise / lr_sgd + noise * h;
+    return (2 * noise) / (b + Math.sqrt(b * b + 4 * noise * decay * h));
+  };
+  const steps = (g) => {
+    const prior = decay * settled(g) + noise;
+    return 1 / (2 * k + 2 * Math.log1p(prior * batch_size * g * g));
+  };
+  return { settled, steps, crossover: lr / lr_sgd, end: 1 / (batch_size * lr), memory: 1 / (2 * k) };
+}
+
+const short = (value) => Number(value.toPrecision(3)).toString();
+const code = (s) => `AdaBayes(model.parameters(), lr=${short(s.lr)}, lr_sgd=${short(s.lr_sgd)}, batch_size=${Math.round(s.batch_size)}, `
+  + `beta1=${short(s.momentum)}, weight_decay=${short(s.weight_decay)})`;
+
+// Sliders, over logarithms; momentum over those of 1 - momentum.
+const inverse = { to: (v) => -Math.log10(1 - v), from: (p) => 1 - 10 ** -p }, logarithm = { to: Math.log10, from: (p) => 10 ** p };
+const sliders = {
+  lr: { label: "lr, Adam's learning rate", from: 1e-6, to: 1, scale: logarithm },
+  lr_sgd: { label: "lr_sgd, SGD's, of averaged gradients", from: 1e-4, to: 100, scale: logarithm },
+  batch_size: { label: "batch_size, of a whole step", from: 1, to: 65536, scale: logarithm },
+  momentum: { label: "momentum, beta1", from: 0, to: 0.999, scale: inverse },
+};
+
+function number(id, value, label, set) {
+  const node = make("input", { type: "number", id, step: "any", "aria-label": label, oninput: () => { if (node.value !== "" && Number.isFinite(node.valueAsNumber)) set(node.valueAsNumber); } });
+  node.value = short(value);
+  return node;
+}
+
+function makeSliders() {
+  for (const [name, { label, from, to, scale }] of Object.entries(sliders)) {
+    const range = make("input", { type: "range", id: `${name}-slider`, min: scale.to(from), max: scale.to(to), step: 0.01, "aria-label": label,
+      oninput: (event) => change({ [name]: Number(scale.from(event.target.valueAsNumber).toPrecision(name === "batch_size" ? 5 : 3)) }) });
+    const box = number(name, state[name], label, (value) => { if (value >= from && value <= to) change({ [name]: value }, box); });
+    box.min = from; box.max = to;
+    get("sliders").append(make("div", { class: "slider" }, make("label", { for: `${name}-slider` }, label), range, box));
+  }
+}
+
+// What sets the settings at once, except the box that is being typed into.
+function change(settings, typing) {
+  Object.assign(state, settings);
+  state.batch_size = Math.max(1, Math.round(state.batch_size));
+  for (const [name, { scale }] of Object.entries(sliders)) {
+    get(`${name}-slider`).value = scale.to(state[name]);
+    if (get(name) !== typing) get(name).value = short(state[name]);
+  }
+  draw();
+}
+
+function drawSource() {
+  renew(get("source"), choice("coming from", [["adamw", "AdamW"], ["sgd", "torch.optim.SGD"], ["paper", "the paper"]], state.source, (value) => { state.source = value; drawSource(); apply(); }));
+  const given = sources[state.source];
+  const permitted = (name, value) => (name === "momentum" ? value >= 0 && value < 1 : name.startsWith("lr") || name.startsWith("eta") ? value > 0 : value >= 0);
+  renew(get("fields"), ...Object.entries(given).map(([name, value]) => make("label", {}, `${name} `,
+    number(`from-${name}`, value, name, (now) => { if (permitted(name, now)) { given[name] = now; apply(); } }))));
+}
+const apply = () => change(convert[state.source](sources[state.source]));
+
+function draw() {
+  const f = filter(state), colours = hues();
+  const low = Math.min(f.crossover, f.end) / 1e3, high = Math.max(f.crossover, f.end) * 1e2;
+  const x = spaced(low, high, 300);
+  const axis = { type: "log", exponentformat: "power", dtick: 1 };
+  const upright = (at, from, to, name, colour) => line([at, at], [from, to], name, colour, "dot");
+  const bottom = f.settled(high), top = 3 * state.lr_sgd;
+  const adam = x.filter((g) => state.lr / g < top);
+  Plotly.react("gain", [
+    line(adam, adam.map((g) => state.lr / g), "Adam, lr / rms(g)", colours.adam, "dash"),
+    line(x, x.map(() => state.lr_sgd), "SGD, lr_sgd", colours.sgd, "dash"),
+    line(x, x.map((g) => fixedPoint(g * g, state.lr, state.lr_sgd)), "AdaBayes-FP", colours.point, "dashdot"),
+    line(x, x.map(f.settled), "AdaBayes, settled", colours.point, "solid"),
+    upright(f.crossover, bottom, top, "crossover, lr / lr_sgd", colours.cross),
+    upright(f.end, bottom, top, "end of Adam's regime, 1 / (B lr)", colours.dots),
+  ], { ...layout({ xaxis: { ...axis, title: { text: "gradient size, rms(g)" } }, yaxis: { ...axis, title: { text: "learning rate" } } }),
+    showlegend: true, legend: { orientation: "h", y: -0.25, yanchor: "top" } }, config);
+  Plotly.react("memory", [line(x, x.map(f.steps), "steps", colours.point, "solid"), upright(f.crossover, f.steps(high), f.memory, "crossover", colours.cross)],
+    layout({ xaxis: { ...axis, title: { text: "gradient size, rms(g)" } }, yaxis: { ...axis, title: { text: "steps" } } }), config);
+
+  const row = (...cells) => make("tr", {}, ...cells.map((cell) => make("td", {}, cell)));
+  const lambda = state.lr * state.weight_decay;
+  get("facts").replaceChildren(
+    row("crossover: below this gradient size SGD, above Adam", short(f.crossover)),
+    row("end of Adam's regime", short(f.end)),
+    row("time constant of the filter, lr_sgd / (batch_size lr²)", `${short(f.memory)} steps`),
+    row("memory of momentum, 1 / (1 - momentum)", `${short(1 / (1 - state.momentum))} steps`));
+  get("elsewhere").replaceChildren(
+    row("AdamW, the limit of large gradients", `torch.optim.AdamW(lr=${short(state.lr)}, betas=(${short(state.momentum)}, 0.999), weight_decay=${short(state.weight_decay)})`),
+    row("SGD, the limit of small ones", `torch.optim.SGD(lr=${short(state.lr_sgd * (1 - state.momentum))}, momentum=${short(state.momentum)}, weight_decay=${short(lambda / state.lr_sgd)})`),
+    row("the paper", `η = ${short(state.lr)}, η_SGD = ${short(state.lr_sgd)}, σ² = ${short(state.lr_sgd / state.batch_size)}, λ = ${short(lambda)}`));
+  get("code").textContent = code(state);
+  get("warning").textContent = f.end < f.crossover
+    ? "There is no Adam regime: a single gradient outweighs all that the filter knew. Lower batch_size or lr, or take AdaBayes-FP." : "";
+}
+
+get("copy").addEventListener("click", () => copyText(code(state), get("copy")));
+dark.addEventListener("change", draw);
+makeSliders();
+drawSource();
+change({});
