@@ -121,6 +121,7 @@ if nothing had happened, bit for bit. Results are in --out: results.csv, results
         "--dry-run", action="store_true", help="list the runs and estimate their time; train nothing"
     )
     _add_training(reproduce)
+    _add_tensorboard(reproduce)
 
     train = _command(
         commands,
@@ -139,6 +140,7 @@ if nothing had happened, bit for bit. Results are in --out: results.csv, results
         "--set", action="append", metavar="NAME=VALUE", help="a setting of the optimizer; may be repeated"
     )
     _add_training(train)
+    _add_tensorboard(train)
 
     tune = _command(
         commands,
@@ -258,6 +260,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-channels-last", action="store_true", help="keep images in torch's usual layout")
     parser.add_argument(
         "--validation", type=float, metavar="SHARE", help="test on this share of the training data, not on the test set"
+    )
+
+
+def _add_tensorboard(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="write events as runs go, for tensorboard --logdir OUT/runs"
     )
 
 

@@ -259,12 +259,16 @@ def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namesp
     _check_data(dict.fromkeys(spec.dataset for spec in specs), args.data)
     if args.jobs < 1:
         raise ProtocolError(f"--jobs {args.jobs}: there must be at least one run at a time")
+    if args.tensorboard:
+        print(f"tensorboard --logdir {out / 'runs'} shows the runs as they go", file=sys.stderr)
     stop = sweep.Stop()
     stop.on_signals()
     out.mkdir(parents=True, exist_ok=True)
     try:
         with Display(len(specs), sum(spec.epochs for spec in specs)) as display:
-            outcomes = sweep.run(specs, out, display, stop, args.data, args.jobs, args.checkpoint_every)
+            outcomes = sweep.run(
+                specs, out, display, stop, args.data, args.jobs, args.checkpoint_every, args.tensorboard
+            )
     except (Interrupted, KeyboardInterrupt):
         _write(chosen, specs, out, args)
         return _stopped(args)

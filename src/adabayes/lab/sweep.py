@@ -66,11 +66,18 @@ def run(
     data_folder: Path | None = None,
     jobs: int = 1,
     checkpoint_seconds: float = training.CHECKPOINT_SECONDS,
+    tensorboard: bool = False,
 ) -> list[Outcome]:
     """Do what is not done yet. Raises :class:`Interrupted` when it is stopped."""
+    if tensorboard:
+        from adabayes.lab import events
+
+        for folder in (folder_of(spec, out) for spec in specs):
+            if folder.read("result.json"):
+                events.catch_up(folder)
     _note(specs, out)
     if jobs > 1:
-        return _run_in_processes(specs, out, display, stop, data_folder, jobs, checkpoint_seconds)
+        return _run_in_processes(specs, out, display, stop, data_folder, jobs, checkpoint_seconds, tensorboard)
     loaded: dict[str, Data] = {}
 
     def load(name: str) -> Data:
@@ -91,6 +98,7 @@ def run(
                 stop,
                 report=lambda progress: display.progressed(spec, progress),
                 checkpoint_seconds=checkpoint_seconds,
+                tensorboard=tensorboard,
             )
         display.ended(spec, outcome)
         return outcome
@@ -143,6 +151,7 @@ def _run_in_processes(
     data_folder: Path | None,
     jobs: int,
     checkpoint_seconds: float,
+    tensorboard: bool,
 ) -> list[Outcome]:
     """A process for each run, ``jobs`` at a time, the cores shared out among them."""
     threads = max(1, torch.get_num_threads() // jobs)
@@ -174,6 +183,7 @@ def _run_in_processes(
         command = [sys.executable, "-m", "adabayes.lab.worker", str(folder.path), "--threads", str(threads)]
         command += ["--checkpoint-every", str(checkpoint_seconds)]
         command += ["--data", str(data_folder)] if data_folder else []
+        command += ["--tensorboard"] if tensorboard else []
         with lock:
             display.started(spec)
         outcome = None

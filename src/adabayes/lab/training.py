@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from adabayes.lab.files import DataError
 from adabayes.lab.protocol import ProtocolError, Spec, lr_factor
 from adabayes.lab.store import RunFolder
 from adabayes.optim._rates import TwoRateOptimizer
+
+if TYPE_CHECKING:
+    from adabayes.lab.events import Events
 
 __all__ = ["Interrupted", "Progress", "train"]
 
@@ -61,10 +64,10 @@ def train(
 ) -> str:
     """Train, or go on training, until the run is done, has diverged, or is pruned; which of these.
 
-    Options are callbacks and ``checkpoint_seconds``: ``report`` is told a :class:`Progress` a few times a second. A run
-    is pruned after an epoch whose row of metrics ``is_hopeless``, which is asked of every epoch in order, also of
-    those that were run before. Raises :class:`~adabayes.lab.store.Busy` if another process has the run, and
-    :class:`Interrupted` if ``should_stop`` says so.
+    Options are callbacks, ``checkpoint_seconds`` and ``tensorboard``: ``report`` is told a :class:`Progress` a few
+    times a second. A run is pruned after an epoch whose row of metrics ``is_hopeless``, which is asked of every epoch
+    in order, also of those that were run before. Raises :class:`~adabayes.lab.store.Busy` if another process has the
+    run, and :class:`Interrupted` if ``should_stop`` says so.
     """
     with folder.lock():
         if result := folder.read("result.json"):
@@ -104,6 +107,7 @@ class _Run:
         should_stop: Callable[[], bool] = lambda: False,
         is_hopeless: Callable[[dict[str, Any]], bool] = lambda _: False,
         checkpoint_seconds: float = CHECKPOINT_SECONDS,
+        tensorboard: bool = False,
     ) -> None:
         self.spec, self.folder, self.report, self.should_stop = spec, folder, report, should_stop
         self.is_hopeless, self.checkpoint_seconds = is_hopeless, checkpoint_seconds
@@ -134,9 +138,18 @@ class _Run:
             if self.observer:
                 self.observer.load_state_dict(saved["observer"])
             self.at = _Position(**saved["position"])
+        self.events: Events | None = None
+        if tensorboard:
+            from adabayes.lab.events import Events
+
+            self.events = Events(folder, self.at.epoch)
 
     def run(self) -> str:
-        status = self._run()
+        try:
+            status = self._run()
+        finally:
+            if self.events:
+                self.events.close()
         self.folder.finish(self.model, {"status": status, "epoch": min(self.at.epoch, self.spec.epochs - 1)})
         return status
 
@@ -150,8 +163,11 @@ class _Run:
                 return "diverged"
             row = self._row()
             self.folder.log(row)
-            if self.observer:
-                self.folder.log(self._rates(), "rates.jsonl")
+            rates = self._rates() if self.observer else None
+            if rates:
+                self.folder.log(rates, "rates.jsonl")
+            if self.events:
+                self.events.write(row, rates)
             if not math.isfinite(row["test_loss"]):
                 return "diverged"
             self.test_error = row["test_error"]

@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--checkpoint-every", type=float, required=True)
+    parser.add_argument("--tensorboard", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     told, sys.stdout = sys.stdout, sys.stderr  # what an optimizer prints is not for us
@@ -52,6 +53,7 @@ def main() -> None:
             stop,
             report=lambda progress: tell(asdict(progress)),
             checkpoint_seconds=args.checkpoint_every,
+            tensorboard=args.tensorboard,
         )
     except Interrupted:
         sys.exit(130)
