@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from adabayes._regimes import GOLDEN, QUANTILES, Regime, Regimes
 from adabayes.filtering import drift, fixed_point
 from adabayes.optim._base import local, real_views
 from adabayes.optim._rates import TwoRateOptimizer
@@ -30,75 +31,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from typing_extensions import Self
 
-__all__ = ["Observer", "Points", "Regime", "Regimes", "regimes"]
+__all__ = ["QUANTILES", "Observer", "Points", "Regime", "Regimes", "draw_rates", "regimes"]
 
-QUANTILES = (0.05, 0.5, 0.95)
-_GOLDEN = (1 + 5**0.5) / 2  # at the crossover, rms(g) = lr / lr_sgd, the gain is lr_sgd over this
 _SAMPLE = 100_000  # weights of a tensor that quantiles are taken over; shares count all of them
-
-
-@dataclass(frozen=True)
-class Regime:
-    """Of one tensor, or of all: how many weights are on either side of the crossover, and what they get."""
-
-    name: str
-    weights: int  # of a sharded tensor, those that are here
-    sgd_like: float  # share with gradients below lr / lr_sgd, where the gain nears lr_sgd
-    adam_like: float  # share with gradients above, where it nears lr / rms(gradient)
-    lr_quantiles: tuple[float, ...]  # of the effective learning rate, at QUANTILES
-    lr_sgd: float  # the most that a weight can get, at present
-
-
-@dataclass(frozen=True)
-class Regimes:
-    """The regimes of each parameter tensor and in total. Prints as a table."""
-
-    tensors: tuple[Regime, ...]
-    total: Regime
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for a log."""
-        return asdict(self)
-
-    def cells(self) -> Iterator[tuple[str, ...]]:
-        """The table, as text: a header, a row for each tensor, the total."""
-        yield ("parameter", "weights", "SGD", "Adam", *(f"lr {q:.0%}" for q in QUANTILES), "lr_sgd")
-        for row in (*self.tensors, self.total):
-            rates = (f"{rate:.2g}" for rate in (*row.lr_quantiles, row.lr_sgd))
-            yield (_shortened(row.name), f"{row.weights:,}", f"{row.sgd_like:.0%}", f"{row.adam_like:.0%}", *rates)
-
-    def __str__(self) -> str:
-        rows = list(self.cells())
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = [
-            "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in rows
-        ]
-        rule = "-" * len(lines[0])
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
-
-    def print(self) -> None:
-        """Print the table, in colour where rich is installed."""
-        try:
-            from rich.box import SIMPLE_HEAD
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError:
-            print(self)
-            return
-        header, *rows, total = self.cells()
-        table = Table(
-            title="What moves like SGD, what like Adam, and how fast",
-            box=SIMPLE_HEAD,
-            pad_edge=False,
-            collapse_padding=True,
-            show_footer=True,
-        )
-        colours = ("", "", "dark_orange", "dodger_blue2", *[""] * (len(QUANTILES) + 1))
-        for i, (name, footer, colour) in enumerate(zip(header, total, colours)):
-            table.add_column(name, footer, justify="left" if i == 0 else "right", style=colour, footer_style=colour)
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
 
 
 def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> Regimes:
@@ -116,19 +51,15 @@ def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) ->
         count = gain.numel()
         if count == 0:
             continue
-        sgd_like = torch.count_nonzero(gain * _GOLDEN >= 1).item() / count
-        adam_like = torch.count_nonzero(gain * _GOLDEN < 1).item() / count
+        sgd_like = torch.count_nonzero(gain * GOLDEN >= 1).item() / count
+        adam_like = torch.count_nonzero(gain * GOLDEN < 1).item() / count
         lr_sgd = group["lr_sgd"] * two_rates._schedule(group)
         sample = gain[:: -(-count // _SAMPLE)].double() * lr_sgd
         samples.append((sample, count / sample.numel()))
         rows.append(Regime(name, count, sgd_like, adam_like, _quantiles([samples[-1]]), lr_sgd))
     if not rows:
         raise RuntimeError("no parameter has state yet: take a step with gradients first")
-    weights = sum(row.weights for row in rows)
-    sgd_like = sum(row.sgd_like * row.weights for row in rows) / weights
-    adam_like = sum(row.adam_like * row.weights for row in rows) / weights
-    highest = max(row.lr_sgd for row in rows)
-    return Regimes(tuple(rows), Regime("total", weights, sgd_like, adam_like, _quantiles(samples), highest))
+    return Regimes.of(rows, _quantiles(samples))
 
 
 @dataclass(frozen=True)
@@ -356,7 +287,3 @@ def _quantiles(samples: list[tuple[Tensor, float]]) -> tuple[float, ...]:
     weights = torch.cat([torch.full_like(sample, weight) for sample, weight in samples])[order].cumsum(0)
     targets = torch.tensor(QUANTILES, dtype=weights.dtype, device=weights.device) * weights[-1]
     return tuple(values[torch.searchsorted(weights, targets).clamp(max=len(values) - 1)].tolist())
-
-
-def _shortened(name: str, width: int = 20) -> str:
-    return name if len(name) <= width else "…" + name[-width + 1 :]

@@ -65,6 +65,16 @@ def ornstein_uhlenbeck(k: Array, sigma2: Array) -> Dynamics:
     return Dynamics(decay=1 - forgotten, noise=sigma2 * forgotten)
 
 
+def relax(variance: Array, k: Array, sigma2: Array) -> Array:
+    r"""What :func:`predict` does under :func:`ornstein_uhlenbeck`, in a form that keeps small changes.
+
+    .. math:: s^2 + (1 - e^{-2k}) (\sigma^2 - s^2)
+
+    In fp32, ``decay`` is 1 for ``k`` below 3e-8, and the variance would grow without end.
+    """
+    return variance - _expm1(-2 * k) * (sigma2 - variance)
+
+
 def fading_memory(lam: Array) -> Dynamics:
     r"""Ollivier's forgetting factor: noise in proportion to the variance (Eq. 28, eq:von).
 
@@ -130,7 +140,7 @@ def fixed_point(mean_square: Array, eta: Array, sigma2: Array) -> Array:
     0.1
     """
     half = 0.5 / sigma2
-    return 1 / (half + (half * half + mean_square / (eta * eta)) ** 0.5)
+    return 1 / (half + _sqrt(half * half + mean_square / (eta * eta)))
 
 
 def exact_fixed_point(curvature: Array, dynamics: Dynamics) -> Array:
@@ -145,7 +155,7 @@ def exact_fixed_point(curvature: Array, dynamics: Dynamics) -> Array:
     """
     decay, noise = dynamics
     b = 1 - decay + noise * curvature
-    return 2 * noise / (b + (b * b + 4 * noise * decay * curvature) ** 0.5)
+    return 2 * noise / (b + _sqrt(b * b + 4 * noise * decay * curvature))
 
 
 def mean_square_fixed_point(mean_square: Array, lam: Array) -> Array:
@@ -158,8 +168,16 @@ def mean_square_fixed_point(mean_square: Array, lam: Array) -> Array:
 
 def _expm1(x: Array) -> Array:
     """``exp(x) - 1`` without cancellation, for whatever kind of number or array ``x`` is."""
+    return _function("expm1", x)
+
+
+def _sqrt(x: Array) -> Array:
+    return _function("sqrt", x)
+
+
+def _function(name: str, x: Array) -> Array:
     if isinstance(x, (int, float)):
-        return math.expm1(x)
-    if hasattr(x, "expm1"):  # torch
-        return x.expm1()
-    return x.__array_namespace__().expm1(x)  # NumPy, JAX
+        return getattr(math, name)(x)
+    if hasattr(x, name):  # torch
+        return getattr(x, name)()
+    return getattr(x.__array_namespace__(), name)(x)  # NumPy, JAX

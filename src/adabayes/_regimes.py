@@ -1,0 +1,90 @@
+"""What diagnostics tell of weights, whichever library these belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["GOLDEN", "QUANTILES", "Regime", "Regimes"]
+
+QUANTILES = (0.05, 0.5, 0.95)
+GOLDEN = (1 + 5**0.5) / 2  # at the crossover, rms(g) = lr / lr_sgd, the gain is lr_sgd over this
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Of one tensor, or of all: how many weights are on either side of the crossover, and what they get."""
+
+    name: str
+    weights: int  # of a sharded tensor, those that are here
+    sgd_like: float  # share with gradients below lr / lr_sgd, where the gain nears lr_sgd
+    adam_like: float  # share with gradients above, where it nears lr / rms(gradient)
+    lr_quantiles: tuple[float, ...]  # of the effective learning rate, at QUANTILES
+    lr_sgd: float  # the most that a weight can get, at present
+
+
+@dataclass(frozen=True)
+class Regimes:
+    """The regimes of each parameter tensor and in total. Prints as a table."""
+
+    tensors: tuple[Regime, ...]
+    total: Regime
+
+    @classmethod
+    def of(cls, tensors: Sequence[Regime], lr_quantiles: tuple[float, ...]) -> Regimes:
+        """With the total; quantiles are those of all weights."""
+        weights = sum(row.weights for row in tensors)
+        sgd_like, adam_like = (
+            sum(getattr(row, kind) * row.weights for row in tensors) / weights for kind in ("sgd_like", "adam_like")
+        )
+        highest = max(row.lr_sgd for row in tensors)
+        return cls(tuple(tensors), Regime("total", weights, sgd_like, adam_like, lr_quantiles, highest))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for a log."""
+        return asdict(self)
+
+    def cells(self) -> Iterator[tuple[str, ...]]:
+        """The table, as text: a header, a row for each tensor, the total."""
+        yield ("parameter", "weights", "SGD", "Adam", *(f"lr {q:.0%}" for q in QUANTILES), "lr_sgd")
+        for row in (*self.tensors, self.total):
+            rates = (f"{rate:.2g}" for rate in (*row.lr_quantiles, row.lr_sgd))
+            yield (_shortened(row.name), f"{row.weights:,}", f"{row.sgd_like:.0%}", f"{row.adam_like:.0%}", *rates)
+
+    def __str__(self) -> str:
+        rows = list(self.cells())
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = [
+            "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in rows
+        ]
+        rule = "-" * len(lines[0])
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+    def print(self) -> None:
+        """Print the table, in colour where rich is installed."""
+        try:
+            from rich.box import SIMPLE_HEAD
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            print(self)
+            return
+        header, *rows, total = self.cells()
+        table = Table(
+            title="What moves like SGD, what like Adam, and how fast",
+            box=SIMPLE_HEAD,
+            pad_edge=False,
+            collapse_padding=True,
+            show_footer=True,
+        )
+        colours = ("", "", "dark_orange", "dodger_blue2", *[""] * (len(QUANTILES) + 1))
+        for i, (name, footer, colour) in enumerate(zip(header, total, colours)):
+            table.add_column(name, footer, justify="left" if i == 0 else "right", style=colour, footer_style=colour)
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+
+
+def _shortened(name: str, width: int = 20) -> str:
+    return name if len(name) <= width else "…" + name[-width + 1 :]
