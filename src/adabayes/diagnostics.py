@@ -193,7 +193,8 @@ class Observer:
 def draw_rates(points: Sequence[Points], ax: Axes) -> None:
     """Draw points of the paper's learning-rate figure, with both limits, the fixed point and the crossover."""
     for p in points:
-        ax.plot(p.adam_lr, p.effective_lr, ".", color="0.25", alpha=0.35, markersize=4, markeredgewidth=0, zorder=3)
+        (dots,) = ax.plot(p.adam_lr, p.effective_lr, ".", color="0.25", alpha=0.35, markersize=4, markeredgewidth=0)
+        dots.set(zorder=3, rasterized=True)
     rates = {(p.lr, p.lr_sgd) for p in points}
     # Weights with almost no gradient are far out on the right, and all the same: three decades show them well.
     slowest = min((lr for p in points for lr in p.adam_lr.tolist() if lr > 0), default=math.inf)

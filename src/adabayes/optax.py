@@ -199,7 +199,7 @@ def scale_by_adabayes(
                 flow = filtering.euler(number(k * schedule), number(most * schedule))
                 prior = filtering.predict(jnp.where(sleeping, number(most * schedule), gain), flow)
             posterior = filtering.update(prior, filtering.curvature(g, number(batch_size)))
-            posterior = jnp.maximum(posterior, jnp.finfo(gain.dtype).tiny)  # awake, whatever the gradient
+            posterior = jnp.maximum(posterior, float(np.finfo(np.float32).tiny))  # awake, whatever the gradient
             if exact:
                 posterior = jnp.where(sleeping & (g == 0), 0, posterior)
             else:

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +62,9 @@ def test_the_page_holds_what_the_runs_logged(compared: tuple[Protocol, list[Spec
         assert curve["error"][epoch] == pytest.approx(abs(values[0] - values[1]) / 2, rel=1e-3)
     assert page["summary"]["digits-resnet8"]["adamw"]["state_bytes"]["mean"] == pytest.approx(8, rel=0.01)
     assert "2 of 8 runs diverged" in page["problems"][0]
+    assert "digits resnet8 Adam, seed 0, 1." in page["problems"][0]
     assert "adam" not in page["curves"]["digits-resnet8"]
-    assert [run["title"] for run in page["rates"]] == ["digits resnet8 adabayes seed 0"]
+    assert [(run["panel"], run["optimizer"]) for run in page["rates"]] == [("digits resnet8", "AdaBayes")]
     assert page["commands"][0] == "adabayes reproduce --protocol mine.toml"
 
 
@@ -116,6 +117,21 @@ def generated(out: Path) -> tuple[Protocol, list[Spec]]:
             for e in range(200)
         ]  # fmt: skip
         (folder.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if spec.optimizer.startswith("adabayes") and spec.seed == 0:
+            layers = [f"layer{i}.weight" for i in range(110 if spec.model == "resnet34" else 362)]
+            adam = [[0.01234 * (j + 1) for j in range(10)] for _ in layers]
+            rates = [
+                {
+                    "epoch": e,
+                    "lr": 1e-3 if e < 150 else 1e-4,
+                    "lr_sgd": 0.1,
+                    "layers": layers,
+                    "adam": adam,
+                    "gain": adam,
+                }
+                for e in range(200)
+            ]
+            (folder.path / "rates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rates))
     return paper, specs
 
 
@@ -127,8 +143,99 @@ def test_the_papers_experiment_makes_a_page_of_six_megabytes_at_most(tmp_path: P
     assert page.stat().st_size < 6_000_000
     held = content(page)
     assert len(held["panels"]) == 4
+    assert len(held["rates"]) == 8
+    assert held["rates"][0]["optimizer"] == "AdaBayes"
+    assert held["rates"][0]["epochs"][held["rates"][0]["start"]]["epoch"] == 149  # the last before the drop
     assert held["panels"][0]["published"]["sgd"] == [5.17, 0.174]
     assert "http" not in re.sub(r"<script>.*?</script>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def status(out: Path, spec: Spec, status: str, epochs: int) -> None:
+    """Make a run of the generated ones look as if it had ended otherwise."""
+    folder = sweep.folder_of(spec, out)
+    rows = (folder.path / "metrics.jsonl").read_text().splitlines()[:epochs]
+    (folder.path / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    folder.remove("result.json")
+    if status == "diverged":
+        folder.write("result.json", {"status": "diverged"})
+
+
+def test_curves_are_those_of_runs_that_are_done(tmp_path: Path) -> None:
+    paper, specs = generated(tmp_path)
+    sgd = [s for s in specs if (s.dataset, s.model, s.optimizer) == ("cifar10", "resnet34", "sgd")]
+    status(tmp_path, sgd[0], "interrupted", 3)
+    status(tmp_path, sgd[1], "diverged", 2)
+    adam = [s for s in specs if (s.dataset, s.model, s.optimizer) == ("cifar10", "resnet34", "adam")]
+    for spec in adam:
+        status(tmp_path, spec, "interrupted", 1)
+    rates = next(s for s in specs if s.optimizer == "adabayes")
+    path = sweep.folder_of(rates, tmp_path).path / "rates.jsonl"
+    path.write_text(path.read_text().replace("0.01234", "NaN"))
+    held = report.content(paper, specs, "", tmp_path)
+    curves = held["curves"]["cifar10-resnet34"]
+    assert len(curves["sgd"]["test_loss"]["mean"]) == 200
+    rows = [sweep.folder_of(spec, tmp_path).metrics()[199]["test_error"] for spec in sgd[2:]]
+    assert curves["sgd"]["test_error"]["mean"][199] == pytest.approx(sum(rows) / 3, rel=1e-4)
+    assert len(curves["adam"]["test_loss"]["mean"]) == 1
+    assert any("not complete: cifar10 resnet34 SGD, seed 0" in problem for problem in held["problems"])
+    report.write(held, tmp_path)
+
+
+def test_a_report_takes_all_runs_of_a_folder_that_can_be_compared(
+    compared: tuple[Protocol, list[Spec], Path], tmp_path: Path
+) -> None:
+    _, specs, out = compared
+    shutil.copytree(out, tmp_path, dirs_exist_ok=True)
+    sgd = next(spec for spec in specs if spec.optimizer == "sgd")
+
+    def copied(**changes: Any) -> None:
+        other = replace(sgd, **changes)
+        shutil.copytree(sweep.folder_of(sgd, out).path, sweep.folder_of(other, tmp_path).path)
+        sweep.folder_of(other, tmp_path).write("spec.json", asdict(other))
+
+    copied(seed=7)  # one more seed
+    copied(settings={"lr": 0.5})  # other settings, which are no seed
+    copied(epochs=9, optimizer="adagrad")  # another task
+    copied(optimizer="new")
+    for known in (True, False):
+        protocol_, kept, _, left_out = results.read(tmp_path, sweep.noted(tmp_path))
+        assert [spec.seed for spec in kept if spec.optimizer == "sgd"] == [0, 1, 7]
+        assert {spec.optimizer for spec in kept} == {"sgd", "adamw", "adabayes", "adam", "new"}
+        assert len(left_out) == 2
+        assert protocol_.optimizers["adabayes"].label == ("AdaBayes" if known else "adabayes")
+        assert adabayes("report", tmp_path).returncode == 0
+        assert "2 runs of this folder left out" in content(tmp_path / "index.html")["problems"][-1]
+        (tmp_path / "results.json").unlink(missing_ok=True)
+    (tmp_path / "results.json").write_text("{}")
+    done = adabayes("report", tmp_path)
+    assert done.returncode == 0
+    assert "not of this version" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "schedule", ["kind = 'step'\nat = [0.5]\nfactor = 0.0", "kind = 'cosine'\nwarmup = 0.5"], ids=["zero", "warmup"]
+)
+def test_odd_runs_have_a_page_too(tmp_path: Path, browser: Browser, schedule: str) -> None:
+    """One step an epoch, a learning rate of zero, optimizers that nobody knows, and names for no markup."""
+    path = tmp_path / "odd.toml"
+    path.write_text(
+        "extends = 'quick'\nseeds = 1\nepochs = 2\nbatch_size = 2000\nmodel_options = { width = 4 }\n"
+        "compare = ['adabayes', 'mine', 'yours']\n"
+        "[optimizers.mine]\nlabel = 'A|B_&% $x_{$ <b>'\nclass = 'torch.optim.SGD'\nlr = 0.1\n"
+        "[optimizers.yours]\nlabel = 'Ýours'\nclass = 'torch.optim.RMSprop'\n"
+        f"[schedule]\n{schedule}\n"
+    )
+    done = adabayes("reproduce", "--protocol", path, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    done = adabayes("report", tmp_path / "out", "--figures")
+    assert done.returncode == 0, done.stderr
+    page, errors = opened(browser, tmp_path / "out")
+    assert "A|B_&% $x_{$ <b>" in page.inner_text("#results")
+    assert "A\\|B_&% $x_{$ <b>" in page.evaluate("copied('markdown')")
+    assert "A|B\\_\\&\\% \\$x\\_\\{\\$ <b>" in page.evaluate("copied('latex')")
+    styles = page.evaluate("data.optimizers.map((o) => o.light + o.dash)")
+    assert len(set(styles)) == 3
+    assert errors == []
 
 
 # In the browser
@@ -141,7 +248,7 @@ def opened(browser: Browser, out: Path, width: int = 1200, scheme: Any = "light"
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto((out / "index.html").as_uri())
-    page.wait_for_selector("#curves .js-plotly-plot .scatterlayer .trace")
+    page.wait_for_selector("#curves .js-plotly-plot .scatterlayer .trace", state="attached")
     return page, errors
 
 
@@ -172,18 +279,20 @@ def test_the_page_opens_from_disk_and_its_controls_work(
     page.click("#results th button >> nth=1")
     up = first_column()
     page.click("#results th button >> nth=1")
-    assert [n for n in first_column() if n != "Adam"] == [n for n in reversed(up) if n != "Adam"]
+    assert first_column() == [*[n for n in reversed(up) if n != "Adam"], "Adam"]  # which has no figure
     page.focus("#results th button >> nth=0")
     page.keyboard.press("Enter")
-    assert first_column() == sorted(first_column())
+    assert first_column() == ["AdaBayes", "Adam", "AdamW", "SGD"]
     page.keyboard.press("Enter")  # what was pressed keeps the focus
-    assert first_column() == sorted(first_column(), reverse=True)
+    assert first_column() == ["SGD", "AdamW", "Adam", "AdaBayes"]
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.click("#copy-markdown")
+    page.click("#copy-markdown")
     page.wait_for_function("document.getElementById('copy-markdown').textContent === 'copied'")
-    copied = page.evaluate("copied('markdown')").splitlines()
+    copied = page.evaluate("navigator.clipboard.readText()").splitlines()
     assert copied[1].startswith("| --- | ---: |")
     assert len(copied) == 6
+    page.wait_for_function("document.getElementById('copy-markdown').textContent === 'copy as Markdown'")
     assert "\\toprule" in page.evaluate("copied('latex')")
     slider = page.locator("#rates-slider")
     slider.focus()
@@ -226,9 +335,17 @@ def test_the_page_is_legible_and_fits_a_phone(
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     colours = page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
     fore, back = ([int(n) for n in re.findall(r"\d+", colour)[:3]] for colour in colours)
-    lighter, darker = sorted((luminance(fore), luminance(back)), reverse=True)
-    assert (lighter + 0.05) / (darker + 0.05) > 7  # what WCAG asks for at its highest level
+    assert contrast(fore, back) > 7  # what WCAG asks for at its highest level
+    for line in page.evaluate("data.optimizers.map((o) => colour(o))"):  # and for graphics
+        assert contrast([int(line[i : i + 2], 16) for i in (1, 3, 5)], back) > 3
+    labels = page.evaluate("getComputedStyle(document.querySelector('#curves .xtick text')).fill")
+    assert contrast([int(n) for n in re.findall(r"\d+", labels)[:3]], back) > 7
     assert errors == []
+
+
+def contrast(one: list[int], other: list[int]) -> float:
+    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
 
 
 def luminance(colour: list[int]) -> float:

@@ -54,13 +54,15 @@ def train(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    from adabayes.lab import figures
     from adabayes.lab import report as page
 
     out = args.out or args.folder
-    content = page.content(*results.read(args.folder, _noted(args.folder)), args.folder)
+    protocol, specs, command, left_out = results.read(args.folder, _noted(args.folder))
+    content = page.content(protocol, specs, command, args.folder, left_out)
     print(page.write(content, out))
     if args.figures:
+        from adabayes.lab import figures
+
         written = figures.write(content, out / "figures")
         print(f"{len(written)} files in {out / 'figures'}: PDF, SVG and PNG of each figure")
     return 0
@@ -264,6 +266,7 @@ def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namesp
     stop = sweep.Stop()
     stop.on_signals()
     out.mkdir(parents=True, exist_ok=True)
+    _write(chosen, specs, out, args)  # so that a report can be made meanwhile
     try:
         with Display(len(specs), sum(spec.epochs for spec in specs)) as display:
             outcomes = sweep.run(

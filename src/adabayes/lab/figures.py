@@ -96,12 +96,12 @@ def _curves(content: dict[str, Any], preset: dict[str, Any]) -> Figure:
         ax.set_visible(True)
         _panel(ax, content["curves"].get(panel["key"], {}), shown, f"{preset['split']}_{metric}")
         if row == 0:
-            ax.set_title(panel["title"])
+            ax.set_title(_plain(panel["title"]))
         else:
             ax.set_xlabel("epoch")
         if i % columns == 0:
             ax.set_ylabel(f"{preset['split']} {metric}" + (" (%)" if metric == "error" else ""))
-    handles = [Line2D([], [], label=o["label"], **_line(o)) for o in shown]
+    handles = [Line2D([], [], label=_plain(o["label"]), **_line(o)) for o in shown]
     figure.legend(handles=handles, loc="outside lower center", ncols=3 if columns == 1 else 5)
     return figure
 
@@ -111,17 +111,27 @@ def _panel(ax: Axes, curves: dict[str, Any], shown: Iterable[dict[str, Any]], me
         if o["name"] not in curves:
             continue
         curve = curves[o["name"]][metric]
-        mean = np.asarray(curve["mean"])
+        mean = np.array(curve["mean"], float)
         epochs = np.arange(1, len(mean) + 1)
-        ax.plot(epochs, mean, **_line(o))
+        mean = np.where(mean > 0, mean, np.nan)  # the axis is logarithmic
+        ax.plot(epochs, mean, marker="o" if len(mean) == 1 else None, markersize=3, **_line(o))
         if curve["error"]:
-            error = np.asarray(curve["error"])
+            error = np.array(curve["error"], float)
             low = np.maximum(mean - error, mean / 50)
             ax.fill_between(epochs, low, mean + error, color=o["light"], alpha=0.15, linewidth=0)
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _tensor(values: Sequence[float | None]) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, float))
+
+
+def _plain(text: str) -> str:
+    """Without what matplotlib takes for mathematics."""
+    return text.replace("$", r"\$")
 
 
 def _line(optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -138,13 +148,13 @@ def _rates(runs: Sequence[dict[str, Any]]) -> Figure:
     for ax in grid.flat[len(runs) :]:
         ax.set_visible(False)
     for ax, run in zip(grid.flat, runs):
-        last = [epoch for epoch in run["epochs"] if epoch["lr"] == run["epochs"][0]["lr"]][-1]
+        last = run["epochs"][run["start"]]
         points = [
-            Points(name, torch.tensor(adam), torch.tensor(gain), last["lr"], last["lr_sgd"])
+            Points(name, _tensor(adam), _tensor(gain), last["lr"], last["lr_sgd"])
             for name, adam, gain in zip(run["layers"], last["adam"], last["gain"])
         ]
         draw_rates(points, ax)
-        ax.set_title(f"{run['title']}, epoch {last['epoch'] + 1}")
+        ax.set_title(f"{run['panel']}\n{_plain(run['optimizer'])}, epoch {last['epoch'] + 1}")
         ax.set_xlabel("lr / rms(g)")
     for ax in grid[:, 0]:
         ax.set_ylabel("effective learning rate")

@@ -25,7 +25,7 @@ def write(name: str, title: str, content: dict[str, Any], path: Path) -> Path:
         "STYLE": _resource("page.css"),
         "BODY": _resource(f"{name}.html"),
         "PLOTLY": get_plotlyjs(),
-        "DATA": json.dumps(content, allow_nan=False).replace("<", "\\u003c"),
+        "DATA": json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "COMMON": _resource("page.js"),
         "SCRIPT": _resource(f"{name}.js"),
     }

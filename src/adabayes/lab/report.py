@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -28,6 +29,8 @@ _STYLES = {
     "adabayes": ("#117733", "#6fd69c", "solid"),
 }
 _SPARE = [("#1f7a8c", "#7fd6e6"), ("#a23b22", "#ff9d85"), ("#4d6b00", "#b6d957"), ("#5c4a3a", "#cbb49f")]
+_SPARE_DASHES = ("longdash", "dashdot", "dot", "dash")
+_POINTS = 40_000  # of all learning-rate figures of a page, which has to stay small
 _OURS = ("adabayes", "adabayes-fp")
 _BOUNDS = ("adabound", "amsbound")
 # The paper's main figure, and those of its appendix.
@@ -46,9 +49,12 @@ def write(content: dict[str, Any], out: Path) -> Path:
     return page.write("report", f"AdaBayes: {content['title']}", content, out / "index.html")
 
 
-def content(protocol: Protocol, specs: Sequence[Spec], command: str, runs: Path) -> dict[str, Any]:
+def content(
+    protocol: Protocol, specs: Sequence[Spec], command: str, runs: Path, left_out: Sequence[Spec] = ()
+) -> dict[str, Any]:
     """All that a page or a figure shows of what ``command`` compared in the folder ``runs``, as plain data."""
     rows = results.collect(specs, runs)
+    statuses = {row.folder: row.status for row in rows}
     panels = list(dict.fromkeys((spec.dataset, spec.model) for spec in specs))
     names = list(dict.fromkeys(spec.optimizer for spec in specs))
     done = sum(row.status == "done" for row in rows)
@@ -60,10 +66,10 @@ def content(protocol: Protocol, specs: Sequence[Spec], command: str, runs: Path)
     metrics = {folder: files.metrics() for folder, files in folders.items()}
     return {
         "title": protocol.description or protocol.name,
-        "lead": f"Protocol {protocol.name}: {done} of {len(rows)} runs are done, {seeds} seeds, "
-        f"{specs[0].epochs} epochs; figures are on the {'validation' if protocol.validation else 'test'} set, mean and "
-        "standard error over seeds.",
-        "problems": _problems(rows),
+        "lead": f"Protocol {protocol.name}: {done} of {_counted(len(rows), 'run')} done, {_counted(seeds, 'seed')}, "
+        f"{_counted(specs[0].epochs, 'epoch')}; figures are on the {'validation' if protocol.validation else 'test'} "
+        "set, mean and standard error over seeds.",
+        "problems": _problems(rows, protocol, left_out),
         "panels": [
             {
                 "key": _key(dataset, model),
@@ -72,16 +78,16 @@ def content(protocol: Protocol, specs: Sequence[Spec], command: str, runs: Path)
             }
             for dataset, model in panels
         ],
-        "optimizers": [_optimizer(name, i, protocol) for i, name in enumerate(names)],
+        "optimizers": _optimizers(names, protocol),
         "presets": [
             {"key": key, "label": label, "split": split, "optimizers": shown}
             for key, label, members, split in _PRESETS
             if (shown := [name for name in names if members is None or name in members])
         ],
         "summary": summary,
-        "curves": _curves(specs, metrics),
-        "rates": _rates(specs, folders),
-        "commands": [command, f"adabayes report {runs}"],
+        "curves": _curves(specs, statuses, metrics),
+        "rates": _rates(specs, statuses, folders, protocol),
+        "commands": list(dict.fromkeys([command, shlex.join(["adabayes", "report", str(runs)])])),
         "environments": _environments(folders),
     }
 
@@ -90,48 +96,69 @@ def _key(dataset: str, model: str) -> str:
     return f"{dataset}-{model}"
 
 
-def _optimizer(name: str, number: int, protocol: Protocol) -> dict[str, Any]:
-    light, dark, dash = _STYLES.get(name, (*_SPARE[number % len(_SPARE)], "longdash"))
-    path = protocol.optimizers[name].path
-    return {
-        "name": name,
-        "label": protocol.optimizers[name].label,
-        "light": light,
-        "dark": dark,
-        "dash": dash,
-        "adaptive": path != "torch.optim.SGD",
-        "ours": path.startswith("adabayes.AdaBayes"),
-    }
-
-
-def _problems(rows: Sequence[results.Row]) -> list[str]:
+def _optimizers(names: Sequence[str], protocol: Protocol) -> list[dict[str, Any]]:
     found = []
-    for status, said in (
-        ("failed", "failed"),
-        ("diverged", "diverged: the loss was no longer a number. They are left out of means and curves"),
-        ("missing", "are missing"),
-        ("interrupted", "are not complete"),
-        ("running", "are still running"),
-    ):
-        these = [row for row in rows if row.status == status]
-        if these:
-            runs = ", ".join(
-                f"{row.dataset} {row.model} {row.optimizer} seed {row.seed}" + (f" ({row.error})" if row.error else "")
-                for row in these
-            )
-            found.append(f"{len(these)} of {len(rows)} runs {said}: {runs}.")
+    others = (name for name in names if name not in _STYLES)
+    spare = {name: (*_SPARE[i % 4], _SPARE_DASHES[i // 4 % 4]) for i, name in enumerate(others)}
+    for name in names:
+        light, dark, dash = _STYLES.get(name) or spare[name]
+        path = protocol.optimizers[name].path
+        found.append(
+            {
+                "name": name,
+                "label": protocol.optimizers[name].label,
+                "light": light,
+                "dark": dark,
+                "dash": dash,
+                "adaptive": "SGD" not in path.rpartition(".")[2],
+                "ours": path.startswith("adabayes.AdaBayes"),
+            }
+        )
     return found
 
 
-def _curves(specs: Sequence[Spec], metrics: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Mean and standard error over seeds, epoch by epoch, of runs that have not diverged."""
-    groups: dict[tuple[str, str], list[list[dict[str, Any]]]] = {}
+def _problems(rows: Sequence[results.Row], protocol: Protocol, left_out: Sequence[Spec]) -> list[str]:
+    found = []
+    for status, said in (
+        ("failed", "failed"),
+        ("diverged", "diverged, which means that the loss was no longer a number, and left out of means and curves"),
+        ("missing", "missing"),
+        ("interrupted", "not complete"),
+        ("running", "still running"),
+    ):
+        seeds: dict[str, list[str]] = {}
+        for row in rows:
+            if row.status == status:
+                name = f"{row.dataset} {row.model} {protocol.optimizers[row.optimizer].label}"
+                seeds.setdefault(name, []).append(f"{row.seed}" + (f" ({row.error})" if row.error else ""))
+        if seeds:
+            runs = "; ".join(f"{name}, seed {', '.join(which)}" for name, which in seeds.items())
+            count = sum(map(len, seeds.values()))
+            found.append(f"{count} of {_counted(len(rows), 'run')} {said}: {runs}.")
+    if left_out:
+        runs = "; ".join(f"{spec} ({', '.join(f'{k} {v}' for k, v in spec.settings.items())})" for spec in left_out)
+        found.append(
+            f"{_counted(len(left_out), 'run')} of this folder left out, with other settings than those shown: {runs}."
+        )
+    return found
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
+
+
+def _curves(
+    specs: Sequence[Spec], statuses: dict[str, str], metrics: dict[str, list[dict[str, Any]]]
+) -> dict[str, dict[str, Any]]:
+    """Mean and standard error over seeds, epoch by epoch: of runs that are done or, while none is, of the others."""
+    groups: dict[tuple[str, str], list[Spec]] = {}
     for spec in specs:
-        rows = metrics[spec.folder]
-        if rows and all(math.isfinite(row[metric]) for row in rows for metric in results.METRICS):
-            groups.setdefault((_key(spec.dataset, spec.model), spec.optimizer), []).append(rows)
+        if metrics[spec.folder] and statuses[spec.folder] != "diverged":
+            groups.setdefault((_key(spec.dataset, spec.model), spec.optimizer), []).append(spec)
     found: dict[str, dict[str, Any]] = {}
-    for (panel, optimizer), runs in groups.items():
+    for (panel, optimizer), members in groups.items():
+        done = [spec for spec in members if statuses[spec.folder] == "done"]
+        runs = [metrics[spec.folder] for spec in done or members]
         epochs = min(map(len, runs))
         curve: dict[str, Any] = {}
         for metric in results.METRICS:
@@ -146,27 +173,47 @@ def _curves(specs: Sequence[Spec], metrics: dict[str, list[dict[str, Any]]]) -> 
     return found
 
 
-def _rates(specs: Sequence[Spec], folders: dict[str, RunFolder]) -> list[dict[str, Any]]:
-    """The learning-rate figure of the first seed of each panel, for those that have one."""
-    found = []
-    seen = set()
+def _rates(
+    specs: Sequence[Spec], statuses: dict[str, str], folders: dict[str, RunFolder], protocol: Protocol
+) -> list[dict[str, Any]]:
+    """The learning-rate figure of the first seed of each panel and optimizer that has one; of AdaBayes first."""
+    logged: dict[tuple[str, str, str], tuple[Spec, list[dict[str, Any]]]] = {}
     for spec in specs:
         key = (spec.dataset, spec.model, spec.optimizer)
-        if key in seen:
+        if key in logged or statuses[spec.folder] == "diverged":
             continue
-        epochs = folders[spec.folder].metrics("rates.jsonl")
-        if not epochs:
-            continue
-        seen.add(key)
-        found.append({"title": str(spec), "layers": epochs[0]["layers"], "epochs": _thinned(epochs)})
-    return found
+        # At a learning rate of zero there is nothing to be seen.
+        if epochs := [row for row in folders[spec.folder].metrics("rates.jsonl") if row["layers"]]:
+            logged[key] = spec, epochs
+    found = []
+    for spec, epochs in logged.values():
+        shown = _thinned(epochs)
+        layers = epochs[0]["layers"]
+        most = max(1, _POINTS // (len(logged) * len(shown) * len(layers)))  # weights of a layer
+        found.append(
+            {
+                "panel": f"{spec.dataset} {spec.model}",
+                "optimizer": protocol.optimizers[spec.optimizer].label,
+                "layers": layers,
+                "start": max(i for i, row in enumerate(shown) if row["lr"] == shown[0]["lr"]),
+                "epochs": [
+                    {key: row[key] for key in ("epoch", "lr", "lr_sgd")}
+                    | {key: [[_short(v, 3) for v in layer[:most]] for layer in row[key]] for key in ("adam", "gain")}
+                    for row in shown
+                ],
+            }
+        )
+    return sorted(found, key=lambda run: run["optimizer"] != "AdaBayes")
 
 
-def _thinned(epochs: list[dict[str, Any]], most: int = 24) -> list[dict[str, Any]]:
-    """Enough epochs for a slider: all of a short run, the first and the last always."""
+def _thinned(epochs: list[dict[str, Any]], most: int = 12) -> list[dict[str, Any]]:
+    """Enough epochs for a slider: all of a short run; always the first, the last, and the last before lr changes."""
     last = len(epochs) - 1
-    chosen = sorted({round(i * last / (most - 1)) for i in range(most)}) if last >= most else range(last + 1)
-    return [{key: epochs[i][key] for key in ("epoch", "lr", "lr_sgd", "adam", "gain")} for i in chosen]
+    if last < 2 * most:
+        return epochs
+    chosen = {round(i * last / (most - 1)) for i in range(most)}
+    chosen.add(max(i for i, row in enumerate(epochs) if row["lr"] == epochs[0]["lr"]))
+    return [epochs[i] for i in sorted(chosen)]
 
 
 def _environments(folders: dict[str, RunFolder]) -> list[str]:
@@ -177,9 +224,9 @@ def _environments(folders: dict[str, RunFolder]) -> list[str]:
             where = f"{start['processor']}, {start['threads']} threads, {start['system']}"
             text = f"{where}; {versions}, Python {start['python']}"
             found[text] = found.get(text, 0) + 1
-    return [f"{count} runs on {text}" for text, count in found.items()]
+    return [f"{_counted(count, 'run')} on {text}" for text, count in found.items()]
 
 
-def _short(value: float) -> float:
-    """Five digits: a curve does not show more, and the page is smaller."""
-    return float(f"{value:.5g}")
+def _short(value: float, digits: int = 5) -> float | None:
+    """As many digits as can be seen, so that the page is smaller; None for what is no number."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None

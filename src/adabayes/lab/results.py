@@ -6,8 +6,10 @@ import csv
 import io
 import json
 import math
+import shlex
 import statistics
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -204,26 +206,59 @@ def write(protocol: Protocol, rows: Sequence[Row], others: Sequence[Row], out: P
     write_atomically(out / "results.json", json.dumps(content, indent=1).encode())
 
 
-def read(out: Path, specs: Sequence[Spec]) -> tuple[Protocol, list[Spec], str]:
-    """What was compared in a folder, and by which command; where that is not known, all its runs."""
+def read(out: Path, specs: Sequence[Spec]) -> tuple[Protocol, list[Spec], str, list[Spec]]:
+    """What there is to compare among the runs of a folder, by which command it was made, and what had to be left out.
+
+    The protocol is that of the last command, if one has left its results; where runs were copied together, it is
+    worked out from them.
+    """
+    protocol, compared, command = _written(out) or (None, set(), shlex.join(["adabayes", "report", str(out)]))
+    kept = _comparable(specs, compared)
+    optimizers = dict(protocol.optimizers) if protocol else {}
+    for spec in kept:
+        optimizers.setdefault(
+            spec.optimizer, OptimizerSpec(spec.optimizer, spec.optimizer, spec.optimizer_class, spec.settings)
+        )
+    first = kept[0]
+    named = protocol or Protocol(
+        out.resolve().name, "", (), (), (), first.epochs, first.batch_size, first.test_batch_size, {}
+    )
+    return replace(named, optimizers=optimizers), kept, command, [spec for spec in specs if spec not in kept]
+
+
+def _written(out: Path) -> tuple[Protocol, set[str], str] | None:
     content = read_json(out / "results.json")
     if content is None:
-        first = {spec.optimizer: spec for spec in specs}
-        datasets, models, seeds = (dict.fromkeys(getattr(s, n) for s in specs) for n in ("dataset", "model", "seed"))
-        compared = Protocol(
-            out.resolve().name,
-            "",
-            tuple(datasets),
-            tuple(models),
-            tuple(seeds),
-            specs[0].epochs,
-            specs[0].batch_size,
-            specs[0].test_batch_size,
-            {name: OptimizerSpec(name, name, s.optimizer_class, s.settings) for name, s in first.items()},
-        )
-        return compared, list(specs), f"adabayes report {out}"
-    protocol = Protocol(**content["protocol"])
-    named = {name: OptimizerSpec(**entry) for name, entry in content["protocol"]["optimizers"].items()}
-    known = {spec.folder: spec for spec in specs}
-    found = [known[folder] for folder in content["compared"] if folder in known]
-    return replace(protocol, optimizers=named), found, content["command"]
+        return None
+    try:
+        protocol = Protocol(**content["protocol"])
+        optimizers = {name: OptimizerSpec(**entry) for name, entry in content["protocol"]["optimizers"].items()}
+        return replace(protocol, optimizers=optimizers), set(content["compared"]), content["command"]
+    except (KeyError, TypeError, AttributeError) as error:
+        warnings.warn(f"{out / 'results.json'} is not of this version of adabayes ({error!r})", stacklevel=2)
+        return None
+
+
+def _comparable(specs: Sequence[Spec], compared: set[str]) -> list[Spec]:
+    """Those that differ in seed alone from one another, for each panel and optimizer; and the same task for a panel.
+
+    Where there are several to choose from, that which was compared before, or has most runs.
+    """
+
+    def grouped(members: Sequence[Spec], key: Callable[[Spec], Any]) -> list[list[Spec]]:
+        groups: dict[str, list[Spec]] = {}
+        for spec in members:
+            groups.setdefault(repr(key(spec)), []).append(spec)
+        return list(groups.values())
+
+    def chosen(members: Sequence[Spec], key: Callable[[Spec], Any]) -> list[Spec]:
+        return max(grouped(members, key), key=lambda group: (sum(s.folder in compared for s in group), len(group)))
+
+    def task(spec: Spec) -> Spec:
+        return replace(spec, seed=0, optimizer="", optimizer_class="", settings={})
+
+    kept = []
+    for panel in grouped(specs, lambda spec: (spec.dataset, spec.model)):
+        for same_name in grouped(chosen(panel, task), lambda spec: spec.optimizer):
+            kept += chosen(same_name, lambda spec: replace(spec, seed=0))
+    return kept

@@ -35,17 +35,20 @@ function layout(extra = {}) {
   const fore = dark.matches ? "#e9eaec" : "#1d1f23", line = dark.matches ? "#363b43" : "#e3e5e9";
   const axis = { gridcolor: line, zeroline: false, linecolor: line, automargin: true };
   return {
-    margin: { l: 8, r: 12, t: 12, b: 8 }, showlegend: false, hovermode: "x unified", paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    margin: { l: 8, r: 12, t: 12, b: 8 }, showlegend: false, hovermode: "x unified", dragmode: window.matchMedia("(pointer: coarse)").matches ? false : "zoom", paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: fore, size: 12 }, hoverlabel: { bgcolor: dark.matches ? "#1c1f24" : "#fff", font: { color: fore } },
     xaxis: { ...axis, ...extra.xaxis }, yaxis: { ...axis, ...extra.yaxis },
   };
 }
-const config = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
+const config = { displayModeBar: false, responsive: true };
 
 // Logarithmic axes with whole numbers at 1, 2 and 5, which Plotly by itself shortens to their first digit.
 const ticks = Array.from({ length: 12 }, (_, i) => i - 5).flatMap((power) => [1, 2, 5].map((digit) => Number((digit * 10 ** power).toPrecision(1))));
 const scale = (log) => (log ? { type: "log", tickmode: "array", tickvals: ticks, ticktext: ticks.map(String) } : { type: "linear", tickmode: "auto" });
 
+
+// Text for Plotly, which takes some HTML.
+const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 
 // The two limits of the gain, and where the filter settles between them: the paper's Eq. 21.
 const hues = () => dark.matches
@@ -56,7 +59,7 @@ const spaced = (from, to, count) => Array.from({ length: count }, (_, i) => from
 const line = (x, y, name, color, dash) => ({ x, y, name, mode: "lines", line: { color, width: 1.8, dash } });
 
 async function copyText(text, button) {
-  const label = button.textContent;
+  button.dataset.label ??= button.textContent;
   try {
     await navigator.clipboard.writeText(text);
   } catch {  // pages opened from disk may not be allowed to: the old way
@@ -68,5 +71,6 @@ async function copyText(text, button) {
     area.remove();
   }
   button.textContent = "copied";
-  setTimeout(() => { button.textContent = label; }, 1200);
+  clearTimeout(button.timer);
+  button.timer = setTimeout(() => { button.textContent = button.dataset.label; }, 1200);
 }

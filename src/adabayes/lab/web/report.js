@@ -1,7 +1,12 @@
 // Draws the report from the JSON in it. Everything that can be worked out beforehand was, in report.py.
-const state = { when: "final", split: "test", metric: "error", x: "epoch", logx: false, logy: true, shown: new Set(data.optimizers.map((o) => o.name)), preset: "all" };
+const state = { when: data.panels.some((p) => p.published) ? "best" : "final", split: "test", metric: "error", x: "epoch", logx: false, logy: true, shown: new Set(data.optimizers.map((o) => o.name)), preset: "all" };
 const colour = (o) => (dark.matches ? o.dark : o.light);
-const swatch = (o) => make("span", { class: "swatch", style: `background:${colour(o)}`, "aria-hidden": "true" });
+const dashes = { solid: "", dash: "6 3", dot: "2 3", dashdot: "7 3 2 3", longdash: "10 3" };
+function swatch(o) {  // a piece of its line
+  const node = make("span", { class: "swatch", "aria-hidden": "true" });
+  node.innerHTML = `<svg width="26" height="8"><line x1="0" y1="4" x2="26" y2="4" stroke="${colour(o)}" stroke-width="3" stroke-dasharray="${dashes[o.dash]}"/></svg>`;
+  return node;
+}
 const fixed = (value, digits) => (value === null || value === undefined ? "" : value.toFixed(digits));
 const withError = (m, digits) => (m ? fixed(m.mean, digits) + (m.error === null ? "" : " ± " + fixed(m.error, digits)) : "");
 
@@ -17,8 +22,9 @@ function tableRows() {
   const columns = figures(state.when);
   const rows = data.optimizers.map((o) => ({ o, cells: columns.map((c) => data.summary[c.panel.key]?.[o.name]?.[c.key] ?? null) }));
   if (order.column !== null) {
-    const value = (row) => (order.column === -1 ? row.o.label : row.cells[order.column]?.mean ?? Infinity);
-    rows.sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (order.up ? 1 : -1));
+    const value = (row) => (order.column === -1 ? row.o.label.toLowerCase() : row.cells[order.column]?.mean);
+    const sign = order.up ? 1 : -1;  // what is not there comes last, either way
+    rows.sort((a, b) => (value(a) === undefined) - (value(b) === undefined) || (value(a) < value(b) ? -sign : value(a) > value(b) ? sign : 0));
   }
   const least = (column, of) => Math.min(...rows.filter(of).map((row) => row.cells[column]?.mean ?? Infinity));
   const best = columns.map((_, i) => least(i, () => true));
@@ -30,30 +36,32 @@ function drawTable() {
   const { columns, rows, best, adaptive } = tableRows();
   const header = (text, column) => make("th", { scope: "col", "aria-sort": order.column === column ? (order.up ? "ascending" : "descending") : "none" },
     make("button", { type: "button", onclick: () => { order = { column, up: order.column === column ? !order.up : true }; drawTable(); } }, text));
-  const top = make("tr", {}, make("th", {}, ""), ...data.panels.map((p) => make("th", { colspan: 2 + (p.published ? 2 : 0), style: "text-align:center" }, p.title)));
-  const names = make("tr", {}, header("optimizer", -1));
-  columns.forEach((c, i) => {
-    names.append(header(c.title, i));
-    if (c.panel.published && i % 2 === 1) names.append(make("th", {}, "paper %"), make("th", {}, "paper loss"));
-  });
+  const top = make("tr", {}, make("th", {}, ""), ...data.panels.map((p) => make("th", { colspan: 2, style: "text-align:center" }, p.title)));
+  const names = make("tr", {}, header("optimizer", -1), ...columns.map((c, i) => header(c.title, i)));
   const body = rows.map(({ o, cells }) => {
     const row = make("tr", { "data-optimizer": o.name }, make("td", {}, swatch(o), o.label));
     cells.forEach((cell, i) => {
       const marks = [cell && cell.mean === best[i] ? "best" : "", cell && o.adaptive && cell.mean === adaptive[i] ? "adaptive" : ""].join(" ").trim();
-      row.append(make("td", { class: marks || undefined }, withError(cell, columns[i].digits)));
-      const paper = columns[i].panel.published;
-      if (paper && i % 2 === 1) row.append(make("td", { class: "soft" }, fixed(paper[o.name]?.[0], 2)), make("td", { class: "soft" }, fixed(paper[o.name]?.[1], 3)));
+      const node = make("td", {}, make("span", { class: marks || undefined }, withError(cell, columns[i].digits)));
+      const paper = published(columns[i], o);
+      if (paper) node.append(make("div", { class: "soft" }, `paper ${paper}`));
+      row.append(node);
     });
     return row;
   });
   renew(get("results"), make("thead", {}, top, names), make("tbody", {}, ...body));
   get("table-note").textContent = "Bold: the best. Underlined: the best adaptive method (all but SGD), as the paper marks them. "
+    + (data.panels.some((p) => p.published) ? "Below each, what the paper's table has: one run, and its best epoch. " : "")
     + (state.when === "best" ? "Of each run the best epoch, for error and loss apart, chosen on the data that is shown: flattering, and what the paper's table has." : "Of each run the last epoch.");
 }
 
+const published = (column, o) => fixed(column.panel.published?.[o.name]?.[column.title === "loss" ? 1 : 0], column.digits);
+
 function copied(kind) {
   const { columns, rows, best, adaptive } = tableRows();
-  const head = ["optimizer", ...columns.map((c) => `${c.panel.title} ${c.title}`)];
+  const papers = columns.filter((c) => c.panel.published);
+  const head = ["optimizer", ...columns.map((c) => `${c.panel.title} ${c.title}`), ...papers.map((c) => `paper's ${c.panel.title} ${c.title}`)];
+  const escaped = (text) => (kind === "markdown" ? text.replaceAll("|", "\\|") : text.replace(/[&%$#_{}]/g, "\\$&"));
   const cell = (row, i) => {
     const text = withError(row.cells[i], columns[i].digits);
     if (!text) return "";
@@ -62,10 +70,10 @@ function copied(kind) {
     const tex = text.replace("±", "$\\pm$");
     return is.best ? `\\textbf{${tex}}` : is.adaptive ? `\\underline{${tex}}` : tex;
   };
-  const lines = rows.map((row) => [row.o.label, ...columns.map((_, i) => cell(row, i))]);
+  const lines = rows.map((row) => [escaped(row.o.label), ...columns.map((_, i) => cell(row, i)), ...papers.map((c) => published(c, row.o))]);
   if (kind === "markdown") return [head, head.map((_, i) => (i ? "---:" : "---")), ...lines].map((line) => `| ${line.join(" | ")} |`).join("\n") + "\n";
   const tex = (line) => line.join(" & ") + " \\\\";
-  return ["\\begin{tabular}{l" + "r".repeat(columns.length) + "}", "\\toprule", tex(head.map((text) => text.replace("%", "\\%"))), "\\midrule", ...lines.map(tex), "\\bottomrule", "\\end{tabular}"].join("\n") + "\n";
+  return ["\\begin{tabular}{l" + "r".repeat(head.length - 1) + "}", "\\toprule", tex(head.map(escaped)), "\\midrule", ...lines.map(tex), "\\bottomrule", "\\end{tabular}"].join("\n") + "\n";
 }
 
 function drawTableBar() {
@@ -88,19 +96,25 @@ function traces(panel) {
     const curve = data.curves[panel.key]?.[o.name];
     if (!curve || !state.shown.has(o.name)) continue;
     const of = curve[`${state.split}_${state.metric}`];
-    const x = state.x === "epoch" ? of.mean.map((_, i) => i + 1) : curve.seconds;
+    // What a logarithmic axis cannot show is left out.
+    const at = of.mean.map((_, i) => i).filter((i) => of.mean[i] !== null && (of.mean[i] > 0 || !state.logy));
+    const x = at.map((i) => (state.x === "epoch" ? i + 1 : curve.seconds[i])), mean = at.map((i) => of.mean[i]);
     const line = { color: colour(o), width: o.ours ? 2.6 : 1.7, dash: o.dash };
     if (of.error) {
-      const low = of.mean.map((m, i) => Math.max(m - of.error[i], m / 50)), high = of.mean.map((m, i) => m + of.error[i]);
+      const low = at.map((i) => Math.max(of.mean[i] - of.error[i], of.mean[i] / 50)), high = at.map((i) => of.mean[i] + of.error[i]);
       found.push({ x: [...x, ...x.slice().reverse()], y: [...high, ...low.reverse()], fill: "toself", fillcolor: colour(o) + "22", line: { width: 0 }, mode: "lines", hoverinfo: "skip", name: `${o.name} band` });
     }
-    found.push({ x, y: of.mean, mode: "lines", line, name: o.label, hovertemplate: "%{y:.4g}" });
+    found.push({ x, y: mean, mode: mean.length > 1 ? "lines" : "markers", line, marker: { color: colour(o) }, name: plain(o.label), hovertemplate: "%{y:.4g}" });
   }
   return found;
 }
 
 function drawCurves() {
   const grid = get("curves");
+  if (!Object.keys(data.curves).length) {
+    grid.textContent = "No run has finished an epoch yet.";
+    return;
+  }
   if (!grid.children.length) {
     for (const panel of data.panels) {
       grid.append(make("div", { class: "panel" }, make("h3", {}, panel.title), make("div", { class: "plot", id: `plot-${panel.key}`, role: "img", "aria-label": `curves of ${panel.title}` })));
@@ -138,29 +152,28 @@ function drawCurveBar() {
 
 // What each weight gets
 
-const rates = { run: 0, epoch: -1, layer: "" };
+const rates = { run: 0, epoch: data.rates[0]?.start, layer: "" };
 
 function drawRates() {
   if (!data.rates.length) return;
   get("rates-section").hidden = false;
-  const run = data.rates[rates.run];
-  if (rates.epoch < 0 || rates.epoch >= run.epochs.length) rates.epoch = run.epochs.length - 1;
-  const now = run.epochs[rates.epoch];
-  const layers = run.layers.filter((l) => !rates.layer || l === rates.layer);
-  const x = [], y = [];
-  for (const layer of layers) { x.push(...now.adam[run.layers.indexOf(layer)]); y.push(...now.gain[run.layers.indexOf(layer)]); }
-  const left = Math.min(now.lr_sgd / 30, ...x.filter((v) => v > 0)) / 2, right = now.lr_sgd * 1000;
+  const run = data.rates[rates.run], now = run.epochs[rates.epoch];
+  const chosen = run.layers.map((_, i) => i).filter((i) => !rates.layer || run.layers[i] === rates.layer);
+  const points = (epoch, key) => chosen.flatMap((i) => epoch[key][i]);
+  // The same axes for all epochs, so that one sees points move.
+  const positive = (key) => run.epochs.flatMap((epoch) => points(epoch, key)).filter((v) => v > 0);
+  const highest = Math.max(...run.epochs.map((epoch) => epoch.lr_sgd)), lowest = Math.min(...run.epochs.map((epoch) => epoch.lr_sgd));
+  const left = Math.min(lowest / 30, ...positive("adam")) / 2, right = highest * 1000, bottom = Math.min(left, ...positive("gain"));
   const at = spaced(left, right, 200), colours = hues();
   const adam = at.filter((a) => a < 3 * now.lr_sgd), sgd = at.filter((a) => a > now.lr_sgd / 3);
+  const axis = (title, from, to) => ({ type: "log", title: { text: title }, range: [Math.log10(from), Math.log10(to)], exponentformat: "power", dtick: 1 });
   Plotly.react("rates", [
-    { x: x.map((v) => Math.min(v, right)), y, mode: "markers", type: "scattergl", name: "weights", marker: { size: 4, color: colours.dots, opacity: 0.45 }, hovertemplate: "Adam %{x:.2g}, gets %{y:.2g}<extra></extra>" },
+    { x: points(now, "adam").map((v) => (v === null ? v : Math.min(v, right))), y: points(now, "gain"), mode: "markers", name: "weights", marker: { size: 4, color: colours.dots, opacity: 0.45 }, hovertemplate: "Adam %{x:.2g}, gets %{y:.2g}<extra></extra>" },
     line(adam, adam, "Adam, lr / rms(g)", colours.adam, "dash"), line(sgd, sgd.map(() => now.lr_sgd), "SGD, lr_sgd", colours.sgd, "dash"),
     line(at, at.map((a) => fixedPoint((now.lr / a) ** 2, now.lr, now.lr_sgd)), "fixed point", colours.point, "solid"),
-    line([now.lr_sgd, now.lr_sgd], [left, 3 * now.lr_sgd], "crossover", colours.cross, "dot"),
-  ], { ...layout({
-    xaxis: { type: "log", title: { text: "Adam's learning rate, lr / √⟨g²⟩" }, range: [Math.log10(left), Math.log10(right)], exponentformat: "power", dtick: 1 },
-    yaxis: { type: "log", title: { text: "effective learning rate" }, exponentformat: "power", dtick: 1 },
-  }), hovermode: "closest", showlegend: true, legend: { x: 0.99, y: 0.02, xanchor: "right", yanchor: "bottom", bgcolor: "rgba(0,0,0,0)" } }, config);
+    line([now.lr_sgd, now.lr_sgd], [bottom, 3 * highest], "crossover, lr_sgd = B σ²", colours.cross, "dot"),
+  ], { ...layout({ xaxis: axis("Adam's learning rate, lr / √⟨g²⟩", left, right), yaxis: axis("effective learning rate", bottom, 3 * highest) }),
+    hovermode: "closest", showlegend: true, legend: { x: 0.99, y: 0.02, xanchor: "right", yanchor: "bottom", bgcolor: "rgba(0,0,0,0)" } }, config);
   get("rates-epoch").textContent = `epoch ${now.epoch + 1}`;
 }
 
@@ -169,10 +182,10 @@ function drawRatesBar() {
   const run = data.rates[rates.run];
   const pick = (label, id, options, current, choose) => make("label", {}, label + " ", make("select", { id, onchange: (event) => choose(event.target.value) },
     ...options.map(([value, text]) => make("option", { value, selected: String(value) === String(current) ? "" : undefined }, text))));
-  const slider = make("input", { type: "range", id: "rates-slider", min: 0, max: run.epochs.length - 1, value: rates.epoch < 0 ? run.epochs.length - 1 : rates.epoch, "aria-label": "epoch",
+  const slider = make("input", { type: "range", id: "rates-slider", min: 0, max: run.epochs.length - 1, value: rates.epoch, "aria-label": "epoch",
     oninput: (event) => { rates.epoch = Number(event.target.value); drawRates(); } });
   renew(get("rates-bar"),
-    pick("run", "rates-run", data.rates.map((r, i) => [i, r.title]), rates.run, (value) => { rates.run = Number(value); rates.layer = ""; rates.epoch = -1; drawRatesBar(); drawRates(); }),
+    pick("run", "rates-run", data.rates.map((r, i) => [i, `${r.panel} ${r.optimizer}`]), rates.run, (value) => { rates.run = Number(value); rates.layer = ""; rates.epoch = data.rates[value].start; drawRatesBar(); drawRates(); }),
     pick("layer", "rates-layer", [["", "all"], ...run.layers.map((l) => [l, l])], rates.layer, (value) => { rates.layer = value; drawRates(); }),
     slider, make("span", { id: "rates-epoch" }));
 }
@@ -184,7 +197,9 @@ function drawText() {
   get("lead").textContent = data.lead;
   get("problems").replaceChildren(...data.problems.map((text) => make("p", { class: "warn" }, text)));
   const row = (cells, tag = "td") => make("tr", {}, ...cells.map((cell) => make(tag, {}, cell)));
-  get("cost").replaceChildren(make("thead", {}, row(["optimizer", ...data.panels.flatMap((p) => [`${p.title}: ms a step`, "state, bytes a weight"])], "th")),
+  get("cost").replaceChildren(make("thead", {},
+    make("tr", {}, make("th", {}, ""), ...data.panels.map((p) => make("th", { colspan: 2, style: "text-align:center" }, p.title))),
+    row(["optimizer", ...data.panels.flatMap(() => ["ms a step", "bytes a weight"])], "th")),
     make("tbody", {}, ...data.optimizers.map((o) => row([o.label, ...data.panels.flatMap((p) => {
       const cost = data.summary[p.key]?.[o.name];
       return [withError(cost?.milliseconds_per_step, 1), fixed(cost?.state_bytes?.mean, 1)];
