@@ -75,7 +75,7 @@ def test_the_explorer_calculates_as_the_filter_does(explorer: Page, lr: float, l
     dynamics = filtering.ornstein_uhlenbeck(filtering.drift(lr, lr_sgd, batch), lr_sgd)
     for g in (1e-6, 1e-3, 0.1, 1.0, 50.0):
         made = f"filter({{ lr: {lr}, lr_sgd: {lr_sgd}, batch_size: {batch} }})"
-        settled, steps = explorer.evaluate(f"[{made}.settled({g}), {made}.steps({g})]")
+        settled, steps = explorer.evaluate(f"[{made}.settled({g}), {made}.time({g})]")
         h = filtering.curvature(g, batch)
         expected = filtering.exact_fixed_point(h, dynamics)
         assert settled == pytest.approx(expected, rel=1e-6)
@@ -105,6 +105,15 @@ def test_the_explorer_converts_what_people_have(explorer: Page) -> None:
     assert "lr=0.01, lr_sgd=0.1" in explorer.inner_text("#code")
     explorer.fill("#from-eta", "-3")  # nothing that an optimizer would not take
     assert "lr=0.01, lr_sgd=0.1" in explorer.inner_text("#code")
+    assert "eta must be a number from" in explorer.inner_text("#warning")
+    explorer.fill("#lr", "0.0012345")
+    assert "lr=0.0012345, lr_sgd=0.1" in explorer.inner_text("#code")
+    explorer.fill("#batch_size", "1234")
+    assert "batch_size=1234, " in explorer.inner_text("#code")
+    explorer.click("button[data-value=sgd]")
+    explorer.fill("#from-momentum", "0.5")
+    explorer.click("button[data-value=adamw]")
+    assert "beta1=0.9, " in explorer.inner_text("#code")
 
 
 def test_the_explorers_sliders_work_by_keyboard(explorer: Page) -> None:

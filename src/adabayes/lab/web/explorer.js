@@ -1,20 +1,20 @@
 // The learning rate that a weight gets, as a function of the settings. The mathematics is that of adabayes.filtering.
 const state = { ...data, weight_decay: 0.05, source: "adamw" };
 const sources = {
-  adamw: { lr: 1e-3, weight_decay: 0.05 },
+  adamw: { lr: 1e-3, beta1: 0.9, weight_decay: 0.05 },
   sgd: { lr: 0.1, momentum: 0.9, weight_decay: 5e-4 },
-  paper: { eta: 1e-3, eta_sgd: 0.1, lambda: 5e-5 },
+  paper: { eta: 1e-3, eta_sgd: 0.1, beta1: 0.9, lambda: 5e-5 },
 };
 
 // Settings that people have, in ours.
 const convert = {
-  adamw: ({ lr, weight_decay }) => ({ lr, lr_sgd: 100 * lr, weight_decay }),
+  adamw: ({ lr, beta1, weight_decay }) => ({ lr, lr_sgd: 100 * lr, momentum: beta1, weight_decay }),
   // torch sums past gradients where we average them; its weight decay goes through the learning rate, ours through lr.
   sgd: ({ lr, momentum, weight_decay }) => {
     const lr_sgd = lr / (1 - momentum);
     return { lr: lr_sgd / 100, lr_sgd, momentum, weight_decay: 100 * weight_decay };
   },
-  paper: ({ eta, eta_sgd, lambda }) => ({ lr: eta, lr_sgd: eta_sgd, weight_decay: lambda / eta }),
+  paper: ({ eta, eta_sgd, beta1, lambda }) => ({ lr: eta, lr_sgd: eta_sgd, momentum: beta1, weight_decay: lambda / eta }),
 };
 
 function filter({ lr, lr_sgd, batch_size }) {
@@ -25,16 +25,18 @@ function filter({ lr, lr_sgd, batch_size }) {
     const h = batch_size * g * g, b = noise / lr_sgd + noise * h;
     return (2 * noise) / (b + Math.sqrt(b * b + 4 * noise * decay * h));
   };
-  const steps = (g) => {
+  const time = (g) => {
     const prior = decay * settled(g) + noise;
     return 1 / (2 * k + 2 * Math.log1p(prior * batch_size * g * g));
   };
-  return { settled, steps, crossover: lr / lr_sgd, end: 1 / (batch_size * lr), memory: 1 / (2 * k) };
+  return { settled, time, crossover: lr / lr_sgd, end: 1 / (batch_size * lr), memory: 1 / (2 * k) };
 }
 
-const short = (value) => Number(value.toPrecision(3)).toString();
-const code = (s) => `AdaBayes(model.parameters(), lr=${short(s.lr)}, lr_sgd=${short(s.lr_sgd)}, batch_size=${Math.round(s.batch_size)}, `
-  + `beta1=${short(s.momentum)}, weight_decay=${short(s.weight_decay)})`;
+const short = (value) => Number(value.toPrecision(3)).toString();  // of what is worked out
+const whole = (value) => Number(value.toPrecision(12)).toString();  // of what is set
+const steps = (value) => (value < 1 ? "less than one step" : `${short(value)} steps`);
+const code = (s) => `AdaBayes(model.parameters(), lr=${whole(s.lr)}, lr_sgd=${whole(s.lr_sgd)}, batch_size=${s.batch_size}, `
+  + `beta1=${whole(s.momentum)}, weight_decay=${whole(s.weight_decay)})`;
 
 // Sliders, over logarithms; momentum over those of 1 - momentum.
 const inverse = { to: (v) => -Math.log10(1 - v), from: (p) => 1 - 10 ** -p }, logarithm = { to: Math.log10, from: (p) => 10 ** p };
@@ -45,9 +47,15 @@ const sliders = {
   momentum: { label: "momentum, beta1", from: 0, to: 0.999, scale: inverse },
 };
 
-function number(id, value, label, set) {
-  const node = make("input", { type: "number", id, step: "any", "aria-label": label, oninput: () => { if (node.value !== "" && Number.isFinite(node.valueAsNumber)) set(node.valueAsNumber); } });
-  node.value = short(value);
+// A box for a number, which says so when it is given one that is not permitted.
+function number(id, value, label, from, to, set) {
+  const node = make("input", { type: "number", id, step: "any", min: from, max: to, "aria-label": label, oninput: () => {
+    const fits = node.value !== "" && node.checkValidity();
+    node.setAttribute("aria-invalid", String(!fits));
+    if (fits) set(node.valueAsNumber);
+    else get("warning").textContent = `${id.replace("from-", "")} must be a number from ${from} to ${to}`;
+  } });
+  node.value = whole(value);
   return node;
 }
 
@@ -55,8 +63,7 @@ function makeSliders() {
   for (const [name, { label, from, to, scale }] of Object.entries(sliders)) {
     const range = make("input", { type: "range", id: `${name}-slider`, min: scale.to(from), max: scale.to(to), step: 0.01, "aria-label": label,
       oninput: (event) => change({ [name]: Number(scale.from(event.target.valueAsNumber).toPrecision(name === "batch_size" ? 5 : 3)) }) });
-    const box = number(name, state[name], label, (value) => { if (value >= from && value <= to) change({ [name]: value }, box); });
-    box.min = from; box.max = to;
+    const box = number(name, state[name], label, from, to, (value) => change({ [name]: value }, box));
     get("sliders").append(make("div", { class: "slider" }, make("label", { for: `${name}-slider` }, label), range, box));
   }
 }
@@ -67,7 +74,10 @@ function change(settings, typing) {
   state.batch_size = Math.max(1, Math.round(state.batch_size));
   for (const [name, { scale }] of Object.entries(sliders)) {
     get(`${name}-slider`).value = scale.to(state[name]);
-    if (get(name) !== typing) get(name).value = short(state[name]);
+    if (get(name) !== typing) {
+      get(name).value = whole(state[name]);
+      get(name).removeAttribute("aria-invalid");
+    }
   }
   draw();
 }
@@ -75,9 +85,9 @@ function change(settings, typing) {
 function drawSource() {
   renew(get("source"), choice("coming from", [["adamw", "AdamW"], ["sgd", "torch.optim.SGD"], ["paper", "the paper"]], state.source, (value) => { state.source = value; drawSource(); apply(); }));
   const given = sources[state.source];
-  const permitted = (name, value) => (name === "momentum" ? value >= 0 && value < 1 : name.startsWith("lr") || name.startsWith("eta") ? value > 0 : value >= 0);
+  const range = { momentum: [0, 0.999], beta1: [0, 0.999], weight_decay: [0, 100], lambda: [0, 1] };
   renew(get("fields"), ...Object.entries(given).map(([name, value]) => make("label", {}, `${name} `,
-    number(`from-${name}`, value, name, (now) => { if (permitted(name, now)) { given[name] = now; apply(); } }))));
+    number(`from-${name}`, value, name, ...(range[name] ?? [1e-9, 1e3]), (now) => { given[name] = now; apply(); }))));
 }
 const apply = () => change(convert[state.source](sources[state.source]));
 
@@ -98,19 +108,19 @@ function draw() {
     upright(f.end, bottom, top, "end of Adam's regime, 1 / (B lr)", colours.dots),
   ], { ...layout({ xaxis: { ...axis, title: { text: "gradient size, rms(g)" } }, yaxis: { ...axis, title: { text: "learning rate" } } }),
     showlegend: true, legend: { orientation: "h", y: -0.25, yanchor: "top" } }, config);
-  Plotly.react("memory", [line(x, x.map(f.steps), "steps", colours.point, "solid"), upright(f.crossover, f.steps(high), f.memory, "crossover", colours.cross)],
-    layout({ xaxis: { ...axis, title: { text: "gradient size, rms(g)" } }, yaxis: { ...axis, title: { text: "steps" } } }), config);
+  Plotly.react("memory", [line(x, x.map(f.time), "steps", colours.point, "solid"), upright(f.crossover, f.time(high), f.memory, "crossover", colours.cross)],
+    layout({ xaxis: { ...axis, title: { text: "gradient size, rms(g)" } }, yaxis: { ...axis, dtick: undefined, title: { text: "steps" } } }), config);
 
   const row = (...cells) => make("tr", {}, ...cells.map((cell) => make("td", {}, cell)));
   const lambda = state.lr * state.weight_decay;
   get("facts").replaceChildren(
     row("crossover: below this gradient size SGD, above Adam", short(f.crossover)),
     row("end of Adam's regime", short(f.end)),
-    row("time constant of the filter, lr_sgd / (batch_size lr²)", `${short(f.memory)} steps`),
-    row("memory of momentum, 1 / (1 - momentum)", `${short(1 / (1 - state.momentum))} steps`));
+    row("time constant of the filter, lr_sgd / (batch_size lr²)", steps(f.memory)),
+    row("memory of momentum, 1 / (1 - momentum)", steps(1 / (1 - state.momentum))));
   get("elsewhere").replaceChildren(
-    row("AdamW, the limit of large gradients", `torch.optim.AdamW(lr=${short(state.lr)}, betas=(${short(state.momentum)}, 0.999), weight_decay=${short(state.weight_decay)})`),
-    row("SGD, the limit of small ones", `torch.optim.SGD(lr=${short(state.lr_sgd * (1 - state.momentum))}, momentum=${short(state.momentum)}, weight_decay=${short(lambda / state.lr_sgd)})`),
+    row("AdamW, the limit of large gradients", `torch.optim.AdamW(lr=${whole(state.lr)}, betas=(${whole(state.momentum)}, 0.999), weight_decay=${whole(state.weight_decay)})`),
+    row("SGD, the limit of small ones", `torch.optim.SGD(lr=${short(state.lr_sgd * (1 - state.momentum))}, momentum=${whole(state.momentum)}, weight_decay=${short(lambda / state.lr_sgd)})`),
     row("the paper", `η = ${short(state.lr)}, η_SGD = ${short(state.lr_sgd)}, σ² = ${short(state.lr_sgd / state.batch_size)}, λ = ${short(lambda)}`));
   get("code").textContent = code(state);
   get("warning").textContent = f.end < f.crossover
