@@ -78,6 +78,17 @@ def test_workloads_have_the_sizes_of_the_networks() -> None:
     }
 
 
+def test_bench_measures_jax_too() -> None:
+    chosen = ("--workload", "one50m", "--optimizer", "AdaBayes", "--repeats", "2")
+    done = adabayes("bench", "--backend", "jax", *chosen)
+    assert done.returncode == 0, done.stderr
+    for name in ("optax.adamw", "AdaBayes"):
+        assert f"\n{name} " in done.stdout
+    done = adabayes("bench", "--backend", "jax", "--threads", "1")
+    assert done.returncode == 2
+    assert "taskset" in done.stderr
+
+
 @pytest.mark.parametrize(
     "name", sorted({"ivon.IVON", "schedulefree.AdamW", "adabound.AdaBound"} & set(bench.optimizers()))
 )

@@ -212,3 +212,26 @@ def test_groups_agree() -> None:
             updates, state = step(grads, state, params)
             params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(np.concatenate(list(params.values())), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["exact", "fp"])
+def test_bf16_state_is_rounded_by_the_same_bits(method: str) -> None:
+    """Nearly all of it is the same, bit for bit: a last digit of fp32 decides only now and then."""
+    case = Case(method=method, dtype="float32", steps=200)
+    weights = torch.from_numpy(case.start).float()
+    kind, transformation = (AdaBayesFP, ours.adabayes_fp) if method == "fp" else (AdaBayes, ours.adabayes)
+    optimizer = kind([weights], lr=case.lr, lr_sgd=case.lr_sgd, state_dtype=torch.bfloat16, seed=5)
+    optimized = transformation(case.lr, case.lr_sgd, state_dtype=jnp.bfloat16, seed=5)
+    state = optimized.init(jnp.asarray(case.start, jnp.float32))
+    update = jax.jit(optimized.update)
+    for g in case.gradients:
+        weights.grad = torch.from_numpy(g).float()
+        optimizer.step()
+        _, state = update(jnp.asarray(g, jnp.float32), state)
+    theirs = optimizer.state[weights]
+    for name, mine in (
+        ("exp_avg", state[0].mu),
+        ("exp_avg_sq" if method == "fp" else "gain", state[0][3 - (method == "fp")]),
+    ):
+        same = np.asarray(mine, np.float32) == theirs[name].float().numpy()
+        assert same.mean() > 0.95

@@ -5,13 +5,17 @@ order, so that what the machine does meanwhile hits all alike: compare ratios, n
 whole of optimizer.step(), with hooks, groups and checks. GB/s counts each array that a step must read or write once;
 "of roof" is that over the speed of a plain loop that reads four fp32 arrays and writes three of them, measured among
 the steps. Packages adabound, ivon and schedulefree take part where they are installed.
+
+With --backend jax, it is jitted steps of adabayes.optax against optax.adamw.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import importlib.util
 import json
+import math
 import platform
 import random
 import statistics
@@ -20,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,7 @@ from adabayes._machine import processor
 
 Shapes = list[tuple[int, ...]]
 Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
+Step = tuple[Callable[[], Any], Callable[[], int]]  # takes a step; tells the bytes of the state, once there is one
 
 BASELINE = "AdamW fused"
 ROOF = "roof"
@@ -163,9 +169,10 @@ class Settings:
     """What to run."""
 
     workloads: tuple[str, ...]
-    optimizers: tuple[str, ...]
+    optimizers: tuple[str, ...]  # the first is what the others are compared with
     threads: int
     repeats: int
+    backend: str = "torch"
 
     @classmethod
     def of(
@@ -175,8 +182,16 @@ class Settings:
         workloads: Sequence[str] | None = None,
         optimizers_: Sequence[str] | None = None,
         repeats: int | None = None,
+        backend: str = "torch",
     ) -> Settings:
-        known = optimizers()
+        if backend == "jax":
+            from adabayes import _bench_jax
+
+            baseline, known = _bench_jax.BASELINE, dict.fromkeys(_bench_jax.OPTIMIZERS)
+            if threads is not None:
+                raise ValueError("JAX takes the cores that the process may use: taskset -c 0 adabayes bench ...")
+        else:
+            baseline, known = BASELINE, dict.fromkeys(optimizers())
         chosen = tuple(optimizers_ or [name for name in known if not (quick and "single" in name)])
         for kind, names, choices in (("workload", workloads or (), WORKLOADS), ("optimizer", chosen, known)):
             for name in names:
@@ -188,9 +203,10 @@ class Settings:
             raise ValueError(f"threads {threads} and repeats {repeats} must be at least 1")
         return cls(
             tuple(workloads or (QUICK if quick else WORKLOADS)),
-            tuple(dict.fromkeys((BASELINE, *chosen))),
+            tuple(dict.fromkeys((baseline, *chosen))),
             threads,
             repeats,
+            backend,
         )
 
 
@@ -204,7 +220,7 @@ class Row:
     milliseconds: float  # median
     low: float  # quartiles
     high: float
-    ratio: float  # to fused AdamW; above 1 is faster
+    ratio: float  # to AdamW, fused or of optax; above 1 is faster
     state_bytes: float  # a weight
     gigabytes_per_second: float
     of_roof: float | None
@@ -222,7 +238,8 @@ class Report:
 
     def table(self) -> str:
         header = ("optimizer", "ms", "quartiles", "x AdamW", "B/weight", "GB/s", "of roof")
-        lines = [f"{self.machine['processor']}, torch {torch.__version__}, {self.settings.threads} threads"]
+        library = f"{self.settings.backend} {self.machine[self.settings.backend]}"
+        lines = [f"{self.machine['processor']}, {library}, {self.settings.threads} threads"]
         for workload in self.settings.workloads:
             rows = [row for row in self.rows if row.workload == workload]
             cells = [header] + [
@@ -246,7 +263,7 @@ class Report:
         return "\n".join(lines)
 
     def plot(self, path: Path) -> None:
-        """Ratios to fused AdamW, a panel for each workload."""
+        """Ratios to AdamW, a panel for each workload."""
         try:
             import matplotlib as mpl
         except ImportError as error:
@@ -254,7 +271,7 @@ class Report:
         mpl.use("agg")
         import matplotlib.pyplot as plt
 
-        names = [name for name in self.settings.optimizers if name != BASELINE]
+        baseline, *names = self.settings.optimizers
         count = len(self.settings.workloads)
         height = 1.2 + 0.28 * len(names)
         figure, axes = plt.subplots(
@@ -266,7 +283,7 @@ class Report:
             bars = ax.barh(names, [ratios[name] for name in names], color=colours)
             ax.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
             ax.axvline(1, color="tab:blue", linewidth=1)
-            ax.set(title=workload, xlabel="x as fast as fused AdamW", xlim=(0, 1.25 * max([1.0, *ratios.values()])))
+            ax.set(title=workload, xlabel=f"x as fast as {baseline}", xlim=(0, 1.25 * max([1.0, *ratios.values()])))
         axes[0][0].invert_yaxis()
         figure.savefig(path, dpi=130)
 
@@ -279,42 +296,58 @@ def run(settings: Settings) -> Report:
             row
             for workload in settings.workloads
             for names in _portions(workload, settings.optimizers)
-            for row in _measure(workload, names, settings.repeats)
+            for row in _measure(workload, names, settings.repeats, settings.backend)
         ]
     finally:
         torch.set_num_threads(threads)
-    first = {(row.workload, row.optimizer): row for row in reversed(rows)}  # fused AdamW is in every portion
+    first = {(row.workload, row.optimizer): row for row in reversed(rows)}  # the baseline is in every portion
     order = [(workload, name) for workload in settings.workloads for name in settings.optimizers]
-    return Report(settings, _machine(), tuple(first[key] for key in order))
+    return Report(settings, _machine(settings.backend), tuple(first[key] for key in order))
 
 
 def _portions(workload: str, names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The optimizers that are in memory together, at most 5 at a time or 8 GB; fused AdamW is always among them."""
-    weights = sum(torch.Size(shape).numel() for shape in WORKLOADS[workload]())
-    others = [name for name in names if name != BASELINE]
+    """The optimizers that are in memory together, at most 5 at a time or 8 GB; the baseline is always among them."""
+    weights = _weights(workload)
+    baseline, *others = names
     size = max(1, min(5, int(8e9 / (12 * weights))))
     for i in range(0, max(1, len(others)), size):
-        yield (BASELINE, *others[i : i + size])
+        yield (baseline, *others[i : i + size])
 
 
-def _measure(workload: str, names: tuple[str, ...], repeats: int) -> Iterator[Row]:
+def _weights(workload: str) -> int:
+    return sum(math.prod(shape) for shape in WORKLOADS[workload]())
+
+
+def _torch_steps(
+    shapes: list[tuple[int, ...]], names: Sequence[str]
+) -> dict[str, tuple[Callable[[], Any], Callable[[], int]]]:
+    """Of each optimizer, what takes a step, and what tells the bytes of its state once it has taken one."""
     generator = torch.Generator().manual_seed(0)
-    shapes = WORKLOADS[workload]()
     start = [torch.randn(shape, generator=generator) for shape in shapes]
     grads = [0.01 * torch.randn(shape, generator=generator) for shape in shapes]
     for g in grads:
         g[g == 0] = 1e-3  # no dead weights, of which random numbers would make one in ten million
-    weights = sum(p.numel() for p in start)
     makers = optimizers()
-    steps: dict[str, Callable[[], Any]] = {}
-    made: dict[str, torch.optim.Optimizer] = {}
+    made: dict[str, Step] = {}
     for name in names:
         params = [p.clone().requires_grad_() for p in start]
         for p, g in zip(params, grads):
             p.grad = g
-        made[name] = makers[name](params)
-        steps[name] = _step_of(made[name])
-    if not kernels.unavailable():
+        optimizer = makers[name](params)
+        made[name] = _step_of(optimizer), partial(state_bytes, optimizer)
+    return made
+
+
+def _measure(workload: str, names: tuple[str, ...], repeats: int, backend: str) -> Iterator[Row]:
+    weights = _weights(workload)
+    if backend == "jax":
+        from adabayes import _bench_jax
+
+        made = _bench_jax.steps(WORKLOADS[workload](), names)
+    else:
+        made = _torch_steps(WORKLOADS[workload](), names)
+    steps = {name: step for name, (step, _) in made.items()}
+    if backend == "torch" and not kernels.unavailable():
         steps[ROOF] = _roof(weights)
 
     for step in steps.values():  # state is made, caches and threads are warm
@@ -335,12 +368,12 @@ def _measure(workload: str, names: tuple[str, ...], repeats: int) -> Iterator[Ro
     finally:
         gc.enable()
 
-    baseline = statistics.median(taken[BASELINE])
+    baseline = statistics.median(taken[names[0]])
     roof = 28 * weights / statistics.median(taken[ROOF]) / 1e9 if ROOF in taken else None
     for name in names:
         median = statistics.median(taken[name])
         low, _, high = statistics.quantiles(taken[name], n=4) if len(taken[name]) > 1 else (median,) * 3
-        state = state_bytes(made[name]) / weights
+        state = made[name][1]() / weights
         speed = (12 + 2 * state) * weights / median / 1e9
         yield Row(
             workload=workload,
@@ -384,7 +417,8 @@ def _progress(iterable: range, workload: str) -> Iterator[int]:
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
 
 
-def _machine() -> dict[str, str]:
+def _machine(backend: str) -> dict[str, str]:
+    others = {backend: importlib.metadata.version(backend)} if backend != "torch" else {}
     return {
         "processor": processor(),
         "platform": platform.platform(),
@@ -392,4 +426,5 @@ def _machine() -> dict[str, str]:
         "torch": torch.__version__,
         "adabayes": __version__,
         "kernels": kernels.unavailable() or kernels.instruction_set(),
+        **others,
     }

@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--quick", action="store_true", help="small workloads and few repeats: under a minute")
-    command.add_argument("--threads", type=int, default=torch.get_num_threads(), help="(default: torch's)")
+    command.add_argument("--backend", choices=("torch", "jax"), default="torch", help="(default: torch)")
+    command.add_argument("--threads", type=int, help="(default: torch's)")
     command.add_argument(
         "--workload", action="append", metavar="NAME", help=f"of {', '.join(bench.WORKLOADS)}; may be repeated"
     )
@@ -73,9 +74,13 @@ def diagnosis() -> str:
 
 def run_bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     try:
-        settings = bench.Settings.of(args.quick, args.threads, args.workload, args.optimizer, args.repeats)
+        settings = bench.Settings.of(
+            args.quick, args.threads, args.workload, args.optimizer, args.repeats, args.backend
+        )
     except ValueError as error:
         parser.error(str(error))
+    except ImportError as error:
+        parser.exit(1, f"{error}\n")
     for path in (args.json, args.plot):
         if path and not path.resolve().parent.is_dir():
             parser.error(f"{path}: there is no folder {path.resolve().parent}")

@@ -140,7 +140,7 @@ def fixed_point(mean_square: Array, eta: Array, sigma2: Array) -> Array:
     0.1
     """
     half = 0.5 / sigma2
-    return 1 / (half + _sqrt(half * half + mean_square / (eta * eta)))
+    return 1 / (half + _sqrt(half * half + mean_square * eta**-2))
 
 
 def exact_fixed_point(curvature: Array, dynamics: Dynamics) -> Array:

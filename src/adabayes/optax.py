@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from adabayes import filtering
+from adabayes._bits import carry_of, key_of
 from adabayes._regimes import GOLDEN, QUANTILES, Regime, Regimes
 
 try:
@@ -44,6 +45,7 @@ Scalar = Any  # float | jax.Array
 Rate = Any  # float | jax.Array | optax.Schedule
 BASE_LR = 1e-3  # where the learning rate is a schedule, or traced
 RATIO = 100.0  # lr_sgd / lr in the paper
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 class Rates(NamedTuple):
@@ -106,7 +108,8 @@ def adabayes(
         dynamics: ``"exact"`` or ``"paper"``, as for :class:`adabayes.AdaBayes`.
         mu_dtype: of the averaged gradient. None: that of the rest of the state.
         state_dtype: of the state. None: the parameters', and fp32 for those of less precision. bfloat16 is rounded
-            stochastically, for the filter's changes are smaller than half its precision.
+            stochastically, for the filter's changes are smaller than half its precision; with the same random bits as
+            in torch.
         seed: of that rounding.
     """
     scaled = scale_by_adabayes(
@@ -198,15 +201,16 @@ def scale_by_adabayes(
             else:
                 flow = filtering.euler(number(k * schedule), number(most * schedule))
                 prior = filtering.predict(jnp.where(sleeping, number(most * schedule), gain), flow)
-            posterior = filtering.update(prior, filtering.curvature(g, number(batch_size)))
-            posterior = jnp.maximum(posterior, float(np.finfo(np.float32).tiny))  # awake, whatever the gradient
+            information = filtering.curvature(g, number(batch_size))
+            posterior = filtering.update(prior, information)
+            posterior = jnp.maximum(posterior, _TINY)  # awake, whatever the gradient
             if exact:
-                posterior = jnp.where(sleeping & (g == 0), 0, posterior)
+                posterior = jnp.where(gain + information == 0, 0, posterior)  # still no gradient
             else:
                 mean, posterior = (jnp.where(live, new, old) for new, old in ((mean, mu), (posterior, gain)))
             return posterior * mean * number(scale), mean, posterior
 
-        directions, mu, gain = store.apply(leaf, state.count, updates, state.mu, state.gain)
+        directions, mu, gain = store.apply(leaf, steps, updates, state.mu, state.gain)
         now = _as_arrays(base * schedule, most * schedule)
         return directions, ScaleByAdaBayesState(optax.safe_increment(state.count), steps, mu, gain, now)
 
@@ -252,7 +256,7 @@ def scale_by_adabayes_fp(
             gain = filtering.fixed_point(mean_square * number(inverse[1]), 1.0, number(most / base))
             return gain * mean * number(inverse[0]), mean, mean_square
 
-        directions, mu, nu = store.apply(leaf, state.count, updates, state.mu, state.nu)
+        directions, mu, nu = store.apply(leaf, count, updates, state.mu, state.nu)
         return directions, ScaleByAdaBayesFPState(count, mu, nu, _as_arrays(base, most), jnp.asarray(b2, jnp.float32))
 
     return optax.GradientTransformation(init, update)
@@ -306,8 +310,11 @@ def _chain(
     scaled: optax.GradientTransformation, learning_rate: Rate, weight_decay: Scalar, mask: Any
 ) -> optax.GradientTransformation:
     _check("weight_decay", weight_decay, 0, math.inf)
-    decay = optax.masked(optax.add_decayed_weights(weight_decay, mask), lambda tree: jax.tree.map(_is_weight, tree))
-    return optax.chain(scaled, decay, optax.scale_by_learning_rate(learning_rate))
+    links = [scaled, optax.scale_by_learning_rate(learning_rate)]
+    if not (isinstance(weight_decay, int | float) and weight_decay == 0):
+        decay = optax.add_decayed_weights(weight_decay, mask)
+        links.insert(1, optax.masked(decay, lambda tree: jax.tree.map(_is_weight, tree)))
+    return optax.chain(*links)
 
 
 def _rates(learning_rate: Rate, base_lr: Scalar | None, lr_sgd: Scalar | None) -> tuple[Scalar, Scalar]:
@@ -370,7 +377,7 @@ class _Store:
             )
         self._mu_dtype = state_dtype if mu_dtype is None else mu_dtype
         self._dtype = state_dtype
-        self._seed = seed
+        self._seed = seed if isinstance(seed, int) else jnp.asarray(seed, jnp.uint32)
 
     def zeros(self, params: optax.Params) -> tuple[optax.Updates, optax.Updates]:
         """The two arrays of each weight's state; None for what is no weight, such as integers."""
@@ -385,12 +392,12 @@ class _Store:
     def apply(
         self,
         leaf: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, ...]],
-        count: jax.Array,
+        step: jax.Array,
         updates: optax.Updates,
         mu: optax.Updates,
         second: optax.Updates,
     ) -> list[optax.Updates]:
-        """Directions and new state, of each leaf that has a gradient."""
+        """Directions and new state at a step, of each leaf that has a gradient."""
         tree: Any
         gradients, tree = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
         columns: tuple[list[Any], ...] = ([], [], [])
@@ -401,19 +408,24 @@ class _Store:
             elif g is not None:
                 dtype = _wide(s.dtype)
                 direction, mean, new = leaf(*(jnp.asarray(x, dtype) for x in row))
-                row = direction.astype(g.dtype), mean.astype(m.dtype), self._rounded(new, s.dtype, count, i)
+                row = (
+                    direction.astype(g.dtype),
+                    self._rounded(mean, m.dtype, step, i, "exp_avg"),
+                    self._rounded(new, s.dtype, step, i, "second"),
+                )
             for column, entry in zip(columns, row):
                 column.append(entry)
         return [tree.unflatten(column) for column in columns]
 
-    def _rounded(self, values: jax.Array, dtype: Any, count: jax.Array, i: int) -> jax.Array:
+    def _rounded(self, values: jax.Array, dtype: Any, step: jax.Array, i: int, stream: str) -> jax.Array:
         if dtype != jnp.bfloat16:
             return values.astype(dtype)
-        # bfloat16 is the upper half of float32: a random lower half, added, rounds up as often as it should.
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), count), i)
-        noise = jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
-        bits = (jax.lax.bitcast_convert_type(values, jnp.uint32) + noise) & jnp.uint32(0xFFFF0000)
-        return jnp.where(jnp.isfinite(values), jax.lax.bitcast_convert_type(bits, jnp.float32), values).astype(dtype)
+        # bfloat16 is the upper half of float32; adding random bits to the lower rounds up as often as it should.
+        strides = (math.prod(values.shape[axis + 1 :]) for axis in range(values.ndim))
+        places = (jax.lax.broadcasted_iota(jnp.uint32, values.shape, i) * s for i, s in enumerate(strides))
+        carry = carry_of(sum(places, jnp.uint32(0)), key_of(self._seed, i, step.astype(jnp.uint32)), stream)
+        bits = (jax.lax.bitcast_convert_type(values, jnp.uint32) + carry) & jnp.uint32(0xFFFF0000)
+        return jnp.where(jnp.isnan(values), values, jax.lax.bitcast_convert_type(bits, jnp.float32)).astype(dtype)
 
 
 def _wide(dtype: Any) -> Any:

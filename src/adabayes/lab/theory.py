@@ -387,7 +387,7 @@ def schedule() -> Topic:
         (
             _relative("exact, SGD-like: learning rate one step after the drop", next_step("exact", 0), 0.1, 1e-3),
             _relative("exact, Adam-like: the same", next_step("exact", 1), 0.1, 1e-3),
-            _relative("paper, SGD-like: how much less it is after a step", 1 - next_step("paper", 0), 0.9 / memory, 0.01),
+            _relative("paper, SGD-like: how much less after a step", 1 - next_step("paper", 0), 0.9 / memory, 0.01),
             _relative("paper, SGD-like: steps to 1/e of the way, lr_sgd / (B lr²)", steps_taken, memory, 0.01),
         ),
         draw,

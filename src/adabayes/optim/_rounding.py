@@ -1,44 +1,20 @@
 """Stochastic rounding to bfloat16, reproducible from a seed whatever computes it.
 
 bf16 keeps 8 bits, so a change below 1/512 of a value is lost when rounded to nearest. Rounded up with the probability
-of the remainder instead, it arrives on average. The random bits are a function of seed, tensor, step and element: the
-same in every form of an optimizer, for any number of threads, and after a restart. fused.c has the same functions in C.
+of the remainder instead, it arrives on average.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from adabayes._bits import MASK, Bits, carry_of, key_of
 from adabayes.optim._base import step_value
 
-Bits = Any  # int, or int64 tensor of 32-bit values
 Stored = tuple[list[Tensor], list[Tensor], str]  # where, what, and the stream of random bits
-
-_MASK = 0xFFFFFFFF
-STREAMS = {"exp_avg": (0, 0), "second": (0, 16), "param": (0x9E3779B9, 16)}  # key flip, and which half of the 32 bits
-
-
-def mix(x: Bits) -> Bits:
-    """Random bits for an element: spread evenly among neighbours, and by the key, independent from step to step."""
-    x = (x * 0x9E3779B1) & _MASK
-    return x ^ (x >> 16)
-
-
-def scatter(x: Bits) -> Bits:
-    """For keys: a bijection of 32 bits in which each bit of the result depends on all of the argument."""
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
-    x = ((x ^ (x >> 15)) * 0xD35A2D97) & _MASK
-    return x ^ (x >> 15)
-
-
-def key_of(seed: int, ordinal: int, step: float | Tensor) -> Bits:
-    """Who is asking: the optimizer, the how-manieth of its tensors, and when."""
-    key = scatter(seed & _MASK) ^ ((seed >> 32) & _MASK)
-    key = scatter((key + ordinal) & _MASK)
-    return scatter((key + (step.to(torch.int64) if isinstance(step, Tensor) else int(step))) & _MASK)
 
 
 class Rounding(NamedTuple):
@@ -54,10 +30,9 @@ def to_bf16(x: Tensor, like: Tensor, key: Bits, stream: str) -> Tensor:
 
     ``like`` gives the layout in memory, in whose order elements are numbered.
     """
-    flip, shift = STREAMS[stream]
     element = torch.arange(like.numel(), device=x.device).as_strided(like.shape, like.stride())
-    carry = (mix((element ^ key ^ flip) & _MASK) >> shift) & 0xFFFF
-    bits = x.contiguous().view(torch.int32).to(torch.int64) & _MASK
+    carry = carry_of(element, key, stream)
+    bits = x.contiguous().view(torch.int32).to(torch.int64) & MASK
     rounded = torch.where(x.isnan(), 0x7FC00000, bits + carry) >> 16  # a nan could carry over into a number
     return rounded.to(torch.int16).view(torch.bfloat16)
 
@@ -72,7 +47,8 @@ class Keys(NamedTuple):
 def keys_of(rounding: Rounding | None, place: int, step: float | Tensor) -> Keys:
     if rounding is None:
         return Keys(None, None)
-    key = key_of(rounding.seed, rounding.ordinals[place], step)
+    whole = step.to(torch.int64) if isinstance(step, Tensor) else int(step)
+    key = key_of(rounding.seed, rounding.ordinals[place], whole)
     return Keys(key, key if rounding.params else None)
 
 

@@ -1,0 +1,53 @@
+"""What :mod:`adabayes.bench` times under JAX: jitted steps, parameters and state donated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from adabayes.optax import adabayes, adabayes_fp
+
+BASELINE = "optax.adamw"
+Step = tuple[Callable[[], Any], Callable[[], int]]
+
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    BASELINE: lambda: optax.adamw(1e-3, weight_decay=0.01),
+    "AdaBayes": lambda: adabayes(1e-3, weight_decay=0.01),
+    "AdaBayes-FP": lambda: adabayes_fp(1e-3, weight_decay=0.01),
+    "AdaBayes bf16": lambda: adabayes(1e-3, weight_decay=0.01, state_dtype=jnp.bfloat16),
+    "optax.adam": lambda: optax.adam(1e-3),
+    "optax.sgd": lambda: optax.sgd(0.1, momentum=0.9),
+}
+
+
+def steps(
+    shapes: Sequence[tuple[int, ...]], names: Sequence[str]
+) -> dict[str, tuple[Callable[[], Any], Callable[[], int]]]:
+    """Of each optimizer, what takes a step, and the bytes of its state."""
+    random = np.random.default_rng(0)
+    start = [jnp.asarray(random.standard_normal(shape, np.float32)) for shape in shapes]
+    grads = [jnp.asarray(np.float32(0.01) * random.standard_normal(shape, np.float32)) for shape in shapes]
+    return {name: _step(OPTIMIZERS[name](), [jnp.copy(p) for p in start], grads) for name in names}
+
+
+def _step(optimizer: Any, params: Any, grads: Any) -> Step:
+    state = optimizer.init(params)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.ndim)
+
+    def update(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    compiled = jax.jit(update, donate_argnums=(0, 1))
+
+    def step() -> None:
+        nonlocal params, state
+        params, state = compiled(params, state, grads)
+        jax.block_until_ready((params, state))  # type: ignore[no-untyped-call]
+
+    return step, lambda: size
