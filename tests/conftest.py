@@ -6,12 +6,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
 import pytest
 import torch
 
 from adabayes import AdaBayes, AdaBayesFP, AdaBound
 
 Maker = Callable[..., torch.optim.Optimizer]
+
+try:
+    enable_x64 = jax.enable_x64
+except AttributeError:  # JAX for Python 3.10
+    pass
 
 MAKERS: dict[str, Maker] = {
     "adabayes-exact": AdaBayes,

@@ -19,6 +19,7 @@ import torch
 
 import adabayes.optax as ours
 from adabayes import AdaBayes, AdaBayesFP, diagnostics
+from tests.conftest import enable_x64
 
 MAKERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "exact": ours.adabayes,
@@ -124,7 +125,7 @@ def test_vmap_over_models_and_over_learning_rates(make: Any) -> None:
     same(jax.tree.map(lambda leaf: leaf[1], updates), single)
 
 
-@pytest.mark.parametrize("state_dtype", [None, jnp.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("state_dtype", [None, jnp.dtype("bfloat16")], ids=["fp32", "bf16"])
 def test_inject_hyperparams_changes_the_learning_rate_without_compiling_again(make: Any, state_dtype: Any) -> None:
     inject = optax.inject_hyperparams(partial(make, state_dtype=state_dtype))
     optimizer = inject(learning_rate=1e-3, base_lr=1e-3, weight_decay=0.1)
@@ -236,7 +237,7 @@ def test_dtypes_of_the_state() -> None:
     assert (state.mu["w"].dtype, state.gain["w"].dtype) == (jnp.bfloat16, jnp.float32)
     fp = ours.scale_by_adabayes_fp(state_dtype=jnp.bfloat16).init(p)
     assert (fp.mu["w"].dtype, fp.nu["w"].dtype) == (jnp.bfloat16, jnp.bfloat16)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         mixed = {"w": jnp.ones(8), "v": jnp.ones(8, jnp.float32)}
         traced = ours.adabayes(jnp.asarray(1e-3), jnp.asarray(0.1), b1=jnp.asarray(0.9))
         state = traced.init(mixed)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 import adabayes.optax as ours
 from adabayes import AdaBayes, AdaBayesFP, filtering, kernels, reference
+from tests.conftest import enable_x64
 
 Array = NDArray[np.float64]
 WEIGHTS, BATCH, B1, B2 = 64, 128, 0.9, 0.999
@@ -144,7 +145,7 @@ def by_torch(case: Case, **form: Any) -> Array:
 
 
 def by_optax(case: Case) -> Array:
-    with jax.enable_x64(case.dtype == "float64"):
+    with enable_x64(case.dtype == "float64"):
         dtype = jnp.dtype(case.dtype)
         rates = jnp.asarray(case.lr * case.factors)
         options: dict[str, Any] = {"lr_sgd": case.lr_sgd, "base_lr": case.lr, "weight_decay": case.weight_decay}
@@ -199,7 +200,7 @@ def test_groups_agree() -> None:
         optimizer.step()
     np.testing.assert_allclose(torch.cat(parts).numpy(), expected, rtol=0, atol=1e-10)
 
-    with jax.enable_x64(True):
+    with enable_x64(True):
         labels = {"first": "usual", "second": "slow"}
         partition = optax.partition(
             {"usual": ours.adabayes(1e-3, 0.1, weight_decay=0.05), "slow": ours.adabayes(3e-4)}, labels
