@@ -44,7 +44,8 @@ def train(optimizer: optax.GradientTransformation, x: jax.Array, y: jax.Array, e
 
     @eqx.filter_jit
     def step(model: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any]:
-        grads = eqx.filter_grad(loss_of)(model, x, y)
+        gradient: Any = eqx.filter_grad(loss_of)
+        grads = gradient(model, x, y)
         updates, state = optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
         return eqx.apply_updates(model, updates), state
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.experimental
 import pytest
 import torch
 
@@ -14,10 +15,7 @@ from adabayes import AdaBayes, AdaBayesFP, AdaBound
 
 Maker = Callable[..., torch.optim.Optimizer]
 
-try:
-    enable_x64 = jax.enable_x64
-except AttributeError:  # JAX for Python 3.10
-    pass
+enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64  # as it is on Python 3.10
 
 MAKERS: dict[str, Maker] = {
     "adabayes-exact": AdaBayes,
