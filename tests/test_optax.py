@@ -190,7 +190,8 @@ def test_apply_if_finite_and_clipping_in_a_chain(make: Any) -> None:
 
 def test_integers_and_their_derivatives_are_left_alone(make: Any) -> None:
     optimizer = make(1e-2, weight_decay=0.5)
-    p: Any = {"w": jnp.ones(3), "table": jnp.array([3, 7]), "flag": jnp.array(True)}
+    big = 2**24 + 1  # which fp32 does not hold
+    p: Any = {"w": jnp.ones(3), "table": jnp.array([3, big]), "flag": jnp.array(True)}
 
     @jax.jit
     def step(p: Any, state: Any) -> Any:
@@ -202,16 +203,22 @@ def test_integers_and_their_derivatives_are_left_alone(make: Any) -> None:
     state = optimizer.init(p)
     for _ in range(3):
         p, state = step(p, state)
-    np.testing.assert_array_equal(p["table"], [3, 7])
+    np.testing.assert_array_equal(p["table"], [3, big])
     assert p["table"].dtype == jnp.int32
     assert p["flag"]
     assert (p["w"] < 1).all()
-    updates, _ = optimizer.update({"w": jnp.ones(3), "table": jnp.array([1, 1]), "flag": jnp.array(False)}, state, p)
-    assert not updates["table"].any()
+    grads = {"w": jnp.ones(3), "table": jnp.array([1, 1]), "flag": jnp.array(False)}
+    for outer in (optimizer, optax.apply_if_finite(optimizer, 2), optax.MultiSteps(optimizer, 1)):
+        updates, _ = outer.update(grads, outer.init(p), p)
+        assert not updates["table"].any()
+        assert jnp.issubdtype(updates["table"].dtype, jnp.integer)
+    doubled = optax.tree_map_params(optimizer, lambda leaf: 2 * leaf, state)
+    np.testing.assert_array_equal(doubled[0].mu["w"], 2 * state[0].mu["w"])
 
 
-def test_a_gradient_that_is_none_leaves_its_weight_alone(make: Any) -> None:
-    optimizer = make(1e-2)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_gradient_that_is_none_leaves_its_weight_alone(make: Any, weight_decay: float) -> None:
+    optimizer = make(1e-2, weight_decay=weight_decay)
     p, state = trained(optimizer, 2)
     grads = gradients(2)
     grads["scale"] = None
@@ -244,8 +251,17 @@ def test_dtypes_of_the_state() -> None:
         for _ in range(2):
             assert (state[0].gain["w"].dtype, state[0].gain["v"].dtype) == (jnp.float64, jnp.float32)
             _, state = traced.update(mixed, state, mixed)
-    with pytest.raises(ValueError, match="Invalid state_dtype"):
-        ours.adabayes(state_dtype=jnp.float16)
+        mixed = {"w": jnp.ones(8)}
+        low = ours.scale_by_adabayes(mu_dtype=jnp.bfloat16)
+        assert low.update(mixed, low.init(mixed))[1].mu["w"].dtype == jnp.bfloat16
+    injected = optax.inject_hyperparams(ours.adabayes)(1e-3, state_dtype=jnp.bfloat16, mu_dtype=jnp.float32)
+    inner = jax.jit(injected.init)(p).inner_state[0]
+    assert (inner.mu["w"].dtype, inner.gain["w"].dtype) == (jnp.float32, jnp.bfloat16)
+    updates, _ = ours.adabayes(1e-3).update({"w": jnp.ones(8, jnp.bfloat16)}, ours.adabayes(1e-3).init(p), p)
+    assert updates["w"].dtype == jnp.float32  # as the weights
+    for name, dtype in (("state_dtype", jnp.float16), ("state_dtype", "bf16"), ("mu_dtype", "int32")):
+        with pytest.raises(ValueError, match=f"Invalid {name}"):
+            ours.adabayes(**{name: dtype})
 
 
 @pytest.mark.parametrize("fp", [False, True])
@@ -323,7 +339,7 @@ def test_regimes_are_those_of_torch(fp: bool) -> None:
         ({"learning_rate": -1.0}, r"Invalid learning_rate: -1.0. It must be at least 0"),
         ({"lr_sgd": 0.0}, r"Invalid lr_sgd: 0.0. It must be above 0"),
         ({"b1": 1.0}, r"Invalid b1: 1.0. It must be at least 0 and below 1"),
-        ({"batch_size": 0}, r"Invalid batch_size: 0"),
+        ({"batch_size": 0.5}, r"Invalid batch_size: 0.5. It must be at least 1"),
         ({"weight_decay": math.nan}, r"Invalid weight_decay: nan"),
         ({"base_lr": math.inf}, r"Invalid base_lr: inf"),
         ({"dynamics": "euler"}, r"Invalid dynamics: 'euler'. It must be 'exact' or 'paper'"),
@@ -332,6 +348,41 @@ def test_regimes_are_those_of_torch(fp: bool) -> None:
 def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ours.adabayes(**options)
+
+
+def test_the_base_of_a_rate_that_is_not_known_is_that_of_the_papers_ratio(make: Any) -> None:
+    """So that a schedule, a traced rate or a NumPy number gives what a plain number gives."""
+    plain = trained(make(1e-2, lr_sgd=1.0))[0]
+    same(trained(make(optax.constant_schedule(1e-2), lr_sgd=1.0))[0], plain)
+    same(trained(make(np.float32(1e-2), lr_sgd=np.float64(1.0)))[0], plain)
+    same(trained(make(jnp.float32(1e-2), lr_sgd=1.0))[0], plain)
+    with pytest.raises(ValueError, match="Invalid learning_rate: nan"):
+        make(np.float32(math.nan))
+
+
+def test_regimes_of_a_rate_of_zero() -> None:
+    optimizer = ours.adabayes(lambda count: 1e-3 * (count < 5), base_lr=1e-3, dynamics="paper")
+    state = optimizer.init(jnp.zeros(2))
+    for _ in range(20):
+        _, state = optimizer.update(jnp.array([1e-6, 1.0]), state)
+    assert ours.regimes(state).total.sgd_like == 0.5
+    assert ours.regimes(state, 1e-4).total.lr_sgd == pytest.approx(0.01)
+
+
+def test_learning_rates_can_be_learned(make: Any) -> None:
+    """Gradients flow through an update."""
+
+    def loss(lr: Any) -> Any:
+        optimizer = make(lr, base_lr=1e-3)
+        p = jnp.ones(3)
+        state = optimizer.init(p)
+        for _ in range(2):
+            updates, state = optimizer.update(2 * p, state, p)
+            p = optax.apply_updates(p, updates)
+        return (p**2).sum()
+
+    by_differences = float((loss(1.05e-3) - loss(0.95e-3)) / 1e-4)
+    assert float(jax.grad(loss)(1e-3)) == pytest.approx(by_differences, rel=0.05)
 
 
 def test_complex_parameters_are_refused_with_a_remedy_that_works(make: Any) -> None:
@@ -361,14 +412,15 @@ def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_torch_is_not_imported_and_not_needed() -> None:
     done = run("import sys; sys.modules['torch'] = None; import adabayes, adabayes.optax as o; o.adabayes(1e-3)")
     assert done.returncode == 0, done.stderr
-    done = run("import sys, adabayes.optax; assert 'torch' not in sys.modules")
+    done = run("import sys, adabayes; adabayes.optax.adabayes(1e-3); assert 'torch' not in sys.modules")
     assert done.returncode == 0, done.stderr
 
 
 def test_without_jax_the_extra_is_named() -> None:
     for missing in ("jax", "optax"):
-        done = run(f"import sys; sys.modules['{missing}'] = None; import adabayes; import adabayes.optax")
-        assert done.stderr.strip().endswith("adabayes.optax needs jax and optax: pip install 'adabayes[jax]'")
+        for use in ("import adabayes.optax", "from adabayes.cli import main; main(['bench', '--backend', 'jax'])"):
+            done = run(f"import sys; sys.modules['{missing}'] = None; import adabayes; {use}")
+            assert done.stderr.strip().endswith("adabayes.optax needs jax and optax: pip install 'adabayes[jax]'")
 
 
 def test_sharded_arrays_keep_their_sharding() -> None:

@@ -71,7 +71,8 @@ class Case:
 
     @property
     def bound(self) -> float:
-        return self.steps * torch.finfo(getattr(torch, self.dtype)).eps / 2
+        eps = torch.finfo(getattr(torch, self.dtype)).eps
+        return 4 * eps if self.dtype == "bfloat16" else self.steps * eps / 2
 
     @property
     def factors(self) -> Array:
@@ -92,7 +93,7 @@ CASES = combine(
         Case(steps=5000, factor=drop, weight_decay=0.05),
         Case(dtype="float32", factor=cosine, weight_decay=0.05),
         Case(steps=5000, dtype="float32", factor=drop, weight_decay=0.05),
-        Case(steps=50, dtype="bfloat16", lr=0.01, lr_sgd=1.0),
+        Case(steps=100, dtype="bfloat16", lr=0.01, lr_sgd=1.0, weight_decay=0.05),
     ]
 )
 
@@ -180,9 +181,11 @@ FORMS: dict[str, Callable[[Case], Array]] = {
 def test_all_forms_agree(case: Case, form: str) -> None:
     if form == "fused" and (reason := kernels.unavailable()):
         pytest.skip(reason)
-    expected = by_reference(case)
-    assert np.abs(expected - case.start).max() > 0.01  # something has moved
-    assert np.abs(FORMS[form](case) - expected).max() < case.bound * np.abs(expected).max()
+    # bf16 weights lose most of each step to rounding, which the reference does not have: forms agree with one another.
+    expected = by_torch(case, foreach=False) if case.dtype == "bfloat16" else by_reference(case)
+    bound = case.bound * np.abs(expected).max()
+    assert np.abs(expected - case.start).max() > 4 * bound  # something has moved, and that would be seen
+    assert np.abs(FORMS[form](case) - expected).max() < bound
 
 
 def test_groups_agree() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,14 +12,17 @@ __all__ = ["AdaBayes", "AdaBayesFP", "AdaBound", "__version__"]
 __version__ = "0.1.0"
 
 
+_MODULES = ("diagnostics", "filtering", "optax", "optim", "reference")
+
+
 def __getattr__(name: str) -> Any:
-    """The optimizers, with torch, once they are asked for: ``adabayes.optax`` needs none."""
+    """The optimizers, and with them torch, once they are asked for: ``adabayes.optax`` needs none. Modules as well."""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from adabayes import optim
-
-    return globals().setdefault(name, getattr(optim, name))
+    return globals().setdefault(name, getattr(importlib.import_module(f"{__name__}.optim"), name))
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

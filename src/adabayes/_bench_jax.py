@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from adabayes.optax import adabayes, adabayes_fp  # isort: skip  # first, for it says what to install
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
-from adabayes.optax import adabayes, adabayes_fp
 
 BASELINE = "optax.adamw"
 Step = tuple[Callable[[], Any], Callable[[], int]]

@@ -112,6 +112,7 @@ def _add_lab(commands: Any) -> None:
   adabayes reproduce --protocol mini --dataset cifar10  the paper's protocol at the size of a CPU
   adabayes reproduce --protocol paper --device cuda     the paper's
   adabayes reproduce --protocol mine.toml               your own: copy one of the package's, or extend it
+  adabayes reproduce --executor ray --address auto      spread over a Ray cluster
 
 Give the same command again to go on after Ctrl-C, a crash or a full disk: what is done stays done, and the rest ends as
 if nothing had happened, bit for bit. Results are in --out: results.csv, results.json, and a folder for each run.""",
@@ -122,6 +123,12 @@ if nothing had happened, bit for bit. Results are in --out: results.csv, results
     reproduce.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="runs at a time; the cores are shared out (default: 1)"
     )
+    reproduce.add_argument(
+        "--executor", choices=("local", "ray"), default="local", help="where runs go (default: local)"
+    )
+    reproduce.add_argument("--address", metavar="ADDR", help="of a Ray cluster, or auto (default: start one here)")
+    reproduce.add_argument("--cpus-per-run", type=float, default=1, metavar="N", help="with ray (default: 1)")
+    reproduce.add_argument("--gpus-per-run", type=float, default=0, metavar="N", help="with ray (default: 0)")
     reproduce.add_argument(
         "--dry-run", action="store_true", help="list the runs and estimate their time; train nothing"
     )
@@ -139,7 +146,7 @@ if nothing had happened, bit for bit. Results are in --out: results.csv, results
     )
     _add_protocol(train)
     train.add_argument("--optimizer", required=True, metavar="NAME", help="one of the protocol's, as adabayes or sgd")
-    train.set_defaults(jobs=1)
+    train.set_defaults(jobs=1, executor="local")
     train.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
     train.add_argument(
         "--set", action="append", metavar="NAME=VALUE", help="a setting of the optimizer; may be repeated"

@@ -103,8 +103,9 @@ def adabayes(
             ``1 - learning_rate * weight_decay``.
         mask: of weight decay, as in ``optax.adamw``.
         base_lr: what ``learning_rate`` is without its schedule: its peak, as a rule. The filter runs at this rate and
-            ``lr_sgd``. None: ``learning_rate`` itself where that is a number, else 1e-3. If you give a schedule *and*
-            ``lr_sgd``, say this too; with the default ``lr_sgd`` it has no influence on where the gain settles.
+            ``lr_sgd``. None: ``learning_rate`` itself where that is a number; where it is a schedule or traced (as by
+            ``inject_hyperparams``), ``lr_sgd / 100``, the paper's ratio, or 1e-3. So say this where you mean another
+            ratio. With the default ``lr_sgd``, it has no influence on where the gain settles.
         dynamics: ``"exact"`` or ``"paper"``, as for :class:`adabayes.AdaBayes`.
         mu_dtype: of the averaged gradient. None: that of the rest of the state.
         state_dtype: of the state. None: the parameters', and fp32 for those of less precision. bfloat16 is rounded
@@ -167,7 +168,8 @@ def scale_by_adabayes(
     Arguments are those of :func:`adabayes`.
     """
     base, most = _rates(learning_rate, base_lr, lr_sgd)
-    _check("batch_size", batch_size, 0, math.inf, above=True)
+    learning_rate, batch_size, b1 = map(_number, (learning_rate, batch_size, b1))
+    _check("batch_size", batch_size, 1, math.inf)
     _check("b1", b1, 0, 1)
     if dynamics not in ("exact", "paper"):
         raise ValueError(f"Invalid dynamics: {dynamics!r}. It must be 'exact' or 'paper'.")
@@ -182,12 +184,11 @@ def scale_by_adabayes(
     def update(
         updates: optax.Updates, state: ScaleByAdaBayesState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByAdaBayesState]:
-        del params
         schedule: Scalar = 1.0
         if not exact:
             schedule = (learning_rate(state.count) if callable(learning_rate) else learning_rate) / base
         live = schedule != 0  # where the paper divides by zero, nothing is to happen
-        steps = state.steps + jnp.asarray(live, jnp.int32)
+        steps = jnp.where(live, optax.safe_increment(state.steps), state.steps)
         # In units of the learning rate, which is to follow; at a rate of 0, whatever is finite.
         scale = 1 / (_correction(b1, jnp.maximum(steps, 1)) * base * jnp.where(live, schedule, 1.0))
 
@@ -210,8 +211,10 @@ def scale_by_adabayes(
                 mean, posterior = (jnp.where(live, new, old) for new, old in ((mean, mu), (posterior, gain)))
             return posterior * mean * number(scale), mean, posterior
 
-        directions, mu, gain = store.apply(leaf, steps, updates, state.mu, state.gain)
-        now = _as_arrays(base * schedule, most * schedule)
+        directions, mu, gain = store.apply(leaf, steps, updates, params, state.mu, state.gain)
+        now = jax.tree.map(
+            lambda new, old: jnp.where(live, new, old), _as_arrays(base * schedule, most * schedule), state.rates
+        )
         return directions, ScaleByAdaBayesState(optax.safe_increment(state.count), steps, mu, gain, now)
 
     return optax.GradientTransformation(init, update)
@@ -233,6 +236,7 @@ def scale_by_adabayes_fp(
     Arguments are those of :func:`adabayes_fp`.
     """
     base, most = _rates(learning_rate, base_lr, lr_sgd)
+    b1, b2 = _number(b1), _number(b2)
     _check("b1", b1, 0, 1)
     _check("b2", b2, 0, 1)
     store = _Store(mu_dtype, state_dtype, seed)
@@ -244,7 +248,6 @@ def scale_by_adabayes_fp(
     def update(
         updates: optax.Updates, state: ScaleByAdaBayesFPState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByAdaBayesFPState]:
-        del params
         count = optax.safe_increment(state.count)
         inverse = 1 / _correction(b1, count), 1 / _correction(b2, count)
 
@@ -256,7 +259,7 @@ def scale_by_adabayes_fp(
             gain = filtering.fixed_point(mean_square * number(inverse[1]), 1.0, number(most / base))
             return gain * mean * number(inverse[0]), mean, mean_square
 
-        directions, mu, nu = store.apply(leaf, count, updates, state.mu, state.nu)
+        directions, mu, nu = store.apply(leaf, count, updates, params, state.mu, state.nu)
         return directions, ScaleByAdaBayesFPState(count, mu, nu, _as_arrays(base, most), jnp.asarray(b2, jnp.float32))
 
     return optax.GradientTransformation(init, update)
@@ -267,7 +270,8 @@ def regimes(state: Any, learning_rate: float | None = None) -> Regimes:
 
     Args:
         state: what ``init`` and ``update`` return, of :func:`adabayes`, :func:`adabayes_fp` or anything around them.
-        learning_rate: what it is now. None: as it is without the schedule.
+        learning_rate: what it is now, everywhere. None: as the filter has it, which is the base or, under
+            ``dynamics="paper"``, that of the last step.
     """
     kinds = (ScaleByAdaBayesState, ScaleByAdaBayesFPState)
     rows: list[Regime] = []
@@ -309,23 +313,56 @@ def _gains(
 def _chain(
     scaled: optax.GradientTransformation, learning_rate: Rate, weight_decay: Scalar, mask: Any
 ) -> optax.GradientTransformation:
+    weight_decay = _number(weight_decay)
     _check("weight_decay", weight_decay, 0, math.inf)
-    links = [scaled, optax.scale_by_learning_rate(learning_rate)]
+    links = [scaled]
     if not (isinstance(weight_decay, int | float) and weight_decay == 0):
-        decay = optax.add_decayed_weights(weight_decay, mask)
-        links.insert(1, optax.masked(decay, lambda tree: jax.tree.map(_is_weight, tree)))
-    return optax.chain(*links)
+        decay = optax.stateless(lambda updates, params: _decayed(updates, params, weight_decay))
+        links.append(decay if mask is None else optax.masked(decay, mask))
+    return optax.chain(*links, _of_weights(optax.scale_by_learning_rate(_number(learning_rate))))
+
+
+def _of_weights(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A transformation that leaves what is no weight as it is."""
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[optax.Updates, Any]:
+        changed, state = inner.update(updates, state, params)
+
+        def leaf(before: Any, after: Any) -> Any:
+            return after if before is None or _is_weight(before) else before
+
+        return jax.tree.map(leaf, updates, changed, is_leaf=lambda x: x is None), state
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def _decayed(updates: optax.Updates, params: optax.Params | None, weight_decay: Scalar) -> optax.Updates:
+    if params is None:
+        raise ValueError("weight decay needs the parameters: update(gradients, state, params)")
+
+    def leaf(u: Any, p: Any) -> Any:
+        return u if u is None or not _is_weight(u) else u + weight_decay * p
+
+    return jax.tree.map(leaf, updates, params, is_leaf=lambda x: x is None)
 
 
 def _rates(learning_rate: Rate, base_lr: Scalar | None, lr_sgd: Scalar | None) -> tuple[Scalar, Scalar]:
     """The base of the learning rate, and ``lr_sgd``."""
+    learning_rate, base_lr, lr_sgd = map(_number, (learning_rate, base_lr, lr_sgd))
     _check("learning_rate", learning_rate, 0, math.inf)
     _check("base_lr", base_lr, 0, math.inf, above=True)
     _check("lr_sgd", lr_sgd, 0, math.inf, above=True)
     if base_lr is None:
-        known = isinstance(learning_rate, int | float) and learning_rate > 0
-        base_lr = float(learning_rate) if known else BASE_LR
+        if isinstance(learning_rate, int | float) and learning_rate > 0:
+            base_lr = float(learning_rate)
+        else:
+            base_lr = BASE_LR if lr_sgd is None else lr_sgd / RATIO
     return base_lr, RATIO * base_lr if lr_sgd is None else lr_sgd
+
+
+def _number(value: Any) -> Any:
+    """NumPy's numbers as Python's; what is traced, and all else, as it is."""
+    return value.item() if isinstance(value, np.generic | np.ndarray) and value.ndim == 0 else value
 
 
 def _check(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
@@ -368,24 +405,21 @@ def _as_arrays(lr: Scalar, lr_sgd: Scalar) -> Rates:
 class _Store:
     """How state is kept: for which leaves, and in which precision."""
 
-    def __init__(self, mu_dtype: Any, state_dtype: Any, seed: int) -> None:
-        permitted = (None, jnp.bfloat16, jnp.float32, jnp.float64)
-        if state_dtype is not None and jnp.dtype(state_dtype) not in map(jnp.dtype, permitted[1:]):
-            raise ValueError(
-                f"Invalid state_dtype: {state_dtype!r}. It must be None (the parameters', fp32 at least), bfloat16, "
-                "float32 or float64."
-            )
-        self._mu_dtype = state_dtype if mu_dtype is None else mu_dtype
-        self._dtype = state_dtype
+    def __init__(self, mu_dtype: Any, state_dtype: Any, seed: Any) -> None:
+        self._dtype = _float_dtype("state_dtype", state_dtype, (jnp.bfloat16, jnp.float32, jnp.float64))
+        self._mu_dtype = _float_dtype("mu_dtype", mu_dtype) or self._dtype
         self._seed = seed if isinstance(seed, int) else jnp.asarray(seed, jnp.uint32)
 
     def zeros(self, params: optax.Params) -> tuple[optax.Updates, optax.Updates]:
-        """The two arrays of each weight's state; None for what is no weight, such as integers."""
+        """The two arrays of each weight's state; a masked node for what is no weight, such as integers."""
 
         def of(dtype: Any) -> optax.Updates:
-            return jax.tree.map(
-                lambda p: jnp.zeros_like(p, dtype or _wide(jnp.result_type(p))) if _is_weight(p) else None, params
-            )
+            def leaf(p: Any) -> Any:
+                if not _is_weight(p):
+                    return optax.MaskedNode()
+                return jnp.zeros_like(p, _wide(jnp.result_type(p)) if dtype is None else dtype)
+
+            return jax.tree.map(leaf, params)
 
         return of(self._mu_dtype), of(self._dtype)
 
@@ -394,22 +428,25 @@ class _Store:
         leaf: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, ...]],
         step: jax.Array,
         updates: optax.Updates,
+        params: optax.Params | None,
         mu: optax.Updates,
         second: optax.Updates,
     ) -> list[optax.Updates]:
         """Directions and new state at a step, of each leaf that has a gradient."""
         tree: Any
         gradients, tree = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
+        weights = gradients if params is None else tree.flatten_up_to(params)
         columns: tuple[list[Any], ...] = ([], [], [])
-        for i, (g, m, s) in enumerate(zip(gradients, tree.flatten_up_to(mu), tree.flatten_up_to(second))):
+        rows = zip(gradients, tree.flatten_up_to(mu), tree.flatten_up_to(second), weights)
+        for i, (g, m, s, p) in enumerate(rows):
             row = g, m, s
-            if m is None:
+            if isinstance(m, optax.MaskedNode):
                 row = _zero(g), m, s
             elif g is not None:
-                dtype = _wide(s.dtype)
-                direction, mean, new = leaf(*(jnp.asarray(x, dtype) for x in row))
+                wide = _wide(s.dtype)
+                direction, mean, new = leaf(*(jnp.asarray(x, wide) for x in row))
                 row = (
-                    direction.astype(g.dtype),
+                    direction.astype(jnp.promote_types(jnp.result_type(g), jnp.result_type(p))),
                     self._rounded(mean, m.dtype, step, i, "exp_avg"),
                     self._rounded(new, s.dtype, step, i, "second"),
                 )
@@ -417,15 +454,30 @@ class _Store:
                 column.append(entry)
         return [tree.unflatten(column) for column in columns]
 
-    def _rounded(self, values: jax.Array, dtype: Any, step: jax.Array, i: int, stream: str) -> jax.Array:
+    def _rounded(self, values: jax.Array, dtype: Any, step: jax.Array, ordinal: int, stream: str) -> jax.Array:
         if dtype != jnp.bfloat16:
             return values.astype(dtype)
         # bfloat16 is the upper half of float32; adding random bits to the lower rounds up as often as it should.
+        values = values.astype(jnp.float32)
         strides = (math.prod(values.shape[axis + 1 :]) for axis in range(values.ndim))
-        places = (jax.lax.broadcasted_iota(jnp.uint32, values.shape, i) * s for i, s in enumerate(strides))
-        carry = carry_of(sum(places, jnp.uint32(0)), key_of(self._seed, i, step.astype(jnp.uint32)), stream)
+        places = (jax.lax.broadcasted_iota(jnp.uint32, values.shape, axis) * s for axis, s in enumerate(strides))
+        carry = carry_of(sum(places, jnp.uint32(0)), key_of(self._seed, ordinal, step.astype(jnp.uint32)), stream)
         bits = (jax.lax.bitcast_convert_type(values, jnp.uint32) + carry) & jnp.uint32(0xFFFF0000)
         return jnp.where(jnp.isnan(values), values, jax.lax.bitcast_convert_type(bits, jnp.float32)).astype(dtype)
+
+
+def _float_dtype(name: str, dtype: Any, permitted: tuple[Any, ...] = ()) -> Any:
+    """A dtype however it is given, also as what ``inject_hyperparams`` makes of it."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(getattr(dtype, "dtype", dtype))
+        if jnp.issubdtype(found, jnp.floating) and (not permitted or found in map(jnp.dtype, permitted)):
+            return found
+    except TypeError:
+        pass
+    names = ", ".join(jnp.dtype(p).name for p in permitted) or "a floating-point dtype"
+    raise ValueError(f"Invalid {name}: {dtype!r}. It must be None (the parameters', fp32 at least) or {names}.")
 
 
 def _wide(dtype: Any) -> Any:
@@ -437,4 +489,5 @@ def _zero(gradient: Any) -> Any:
     """The update of what is no weight. Derivatives by integers have a type that nothing can be added to."""
     if gradient is None:
         return None
-    return jnp.zeros(jnp.shape(gradient), jnp.int32 if gradient.dtype == jax.dtypes.float0 else gradient.dtype)
+    dtype = jnp.result_type(gradient)
+    return jnp.zeros(jnp.shape(gradient), jnp.int32 if dtype == jax.dtypes.float0 else dtype)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -259,18 +260,23 @@ def _check_data(names: Iterable[str], folder: Path | None) -> None:
 
 def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namespace) -> int:
     _check_data(dict.fromkeys(spec.dataset for spec in specs), args.data)
-    if args.jobs < 1:
-        raise ProtocolError(f"--jobs {args.jobs}: there must be at least one run at a time")
     if args.tensorboard:
         print(f"tensorboard --logdir {out / 'runs'} shows the runs as they go", file=sys.stderr)
+    run = _executor(args)
     stop = sweep.Stop()
     stop.on_signals()
     out.mkdir(parents=True, exist_ok=True)
     _write(chosen, specs, out, args)  # so that a report can be made meanwhile
     try:
         with Display(len(specs), sum(spec.epochs for spec in specs)) as display:
-            outcomes = sweep.run(
-                specs, out, display, stop, args.data, args.jobs, args.checkpoint_every, args.tensorboard
+            outcomes = run(
+                specs,
+                out,
+                display,
+                stop,
+                data_folder=args.data,
+                checkpoint_seconds=args.checkpoint_every,
+                tensorboard=args.tensorboard,
             )
     except (Interrupted, KeyboardInterrupt):
         _write(chosen, specs, out, args)
@@ -284,6 +290,21 @@ def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namesp
     if others:
         print(f"{len(others)} of {len(specs)} runs have no result. Try again with: {args.command}", file=sys.stderr)
     return 1 if others else 0
+
+
+def _executor(args: argparse.Namespace) -> Callable[..., list[sweep.Outcome]]:
+    """What runs the runs."""
+    if args.jobs < 1:
+        raise ProtocolError(f"--jobs {args.jobs}: there must be at least one run at a time")
+    if args.executor == "local":
+        return partial(sweep.run, jobs=args.jobs)
+    if args.cpus_per_run <= 0 or args.gpus_per_run < 0:
+        raise ProtocolError(
+            f"--cpus-per-run {args.cpus_per_run:g} must be above 0, --gpus-per-run {args.gpus_per_run:g} at least 0"
+        )
+    from adabayes.lab import cluster
+
+    return partial(cluster.run, address=args.address, cpus=args.cpus_per_run, gpus=args.gpus_per_run)
 
 
 def _write(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namespace) -> list[results.Row]:

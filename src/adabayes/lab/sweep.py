@@ -26,7 +26,7 @@ from adabayes.lab.protocol import Spec
 from adabayes.lab.store import Busy, RunFolder, exclusive, folder_of, read_json, spec_from, write_atomically
 from adabayes.lab.training import Interrupted, Progress
 
-__all__ = ["Outcome", "Stop", "attempt", "estimate", "run"]
+__all__ = ["Outcome", "Stop", "attempt", "estimate", "noted", "prepare", "run"]
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,7 @@ def run(
     tensorboard: bool = False,
 ) -> list[Outcome]:
     """Do what is not done yet. Raises :class:`Interrupted` when it is stopped."""
-    if tensorboard:
-        from adabayes.lab import events
-
-        for folder in (folder_of(spec, out) for spec in specs):
-            if folder.read("result.json"):
-                events.catch_up(folder)
-    _note(specs, out)
+    prepare(specs, out, tensorboard)
     if jobs > 1:
         return _run_in_processes(specs, out, display, stop, data_folder, jobs, checkpoint_seconds, tensorboard)
     loaded: dict[str, Data] = {}
@@ -106,8 +100,14 @@ def run(
     return [one(spec) for spec in specs]
 
 
-def _note(specs: Sequence[Spec], out: Path) -> None:
+def prepare(specs: Sequence[Spec], out: Path, tensorboard: bool) -> None:
     """Add to ``sweep.json``, the list of all runs that were ever asked for here, so that missing ones are known."""
+    if tensorboard:
+        from adabayes.lab import events
+
+        for folder in (folder_of(spec, out) for spec in specs):
+            if folder.read("result.json"):
+                events.catch_up(folder)
     with exclusive(out / ".lock", f"another process is writing to {out / 'sweep.json'}; try again", timeout=30):
         known = {spec.folder: spec for spec in [*noted(out), *specs]}
         write_atomically(out / "sweep.json", json.dumps([asdict(spec) for spec in known.values()], indent=1).encode())
