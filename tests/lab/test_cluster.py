@@ -66,7 +66,7 @@ def test_results_are_those_of_the_local_executor_though_a_node_dies(
 ) -> None:
     process = start(*on(cluster, tmp_path))
     wait_for_checkpoints(tmp_path, process, 2)
-    doomed = list(cluster.worker_nodes)[0]
+    doomed = next(iter(cluster.worker_nodes))
     cluster.add_node(num_cpus=1)
     doomed.kill_raylet()  # SIGKILL, with all that ran there
     output, errors = process.communicate()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import socket
 import time
 import warnings
 from collections.abc import Sequence
@@ -52,8 +53,9 @@ def run(
     gpus: float = 0.0,
 ) -> list[Outcome]:
     """Do what is not done yet on the cluster at ``address``, or on this machine; as :func:`adabayes.lab.sweep.run`."""
+    _check_address(address)
+    local: dict[str, Any] = {"include_dashboard": False} if address is None else {}
     try:
-        local: dict[str, Any] = {"include_dashboard": False} if address is None else {}
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConnectionError(f"there is no Ray cluster at {address}: {str(error).splitlines()[0]}") from error
@@ -64,6 +66,16 @@ def run(
         )
     finally:
         ray.shutdown()
+
+
+def _check_address(address: str | None) -> None:
+    """Whether there is someone at HOST:PORT, for which Ray itself would wait for minutes."""
+    host, colon, port = (address or "").rpartition(":")
+    if colon and port.isdigit() and "/" not in host:
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except OSError as error:
+            raise ConnectionError(f"there is no Ray cluster at {address}: {error}") from error
 
 
 class _Cluster:
