@@ -142,7 +142,11 @@ if nothing had happened, bit for bit. Results are in --out: results.csv, results
         """Trains one optimizer with one seed.
 
   adabayes train --optimizer adabayes
-  adabayes train --optimizer adabayes --set lr=0.01 --set lr_sgd=1.0 --epochs 5""",
+  adabayes train --optimizer adabayes --set lr=0.01 --set lr_sgd=1.0 --epochs 5
+
+On several devices, with the same batches and the same metrics but for rounding, resumed by any number of processes:
+
+  torchrun --nproc-per-node 2 -m adabayes train --optimizer adabayes --distributed ddp""",
     )
     _add_protocol(train)
     train.add_argument("--optimizer", required=True, metavar="NAME", help="one of the protocol's, as adabayes or sgd")
@@ -151,6 +155,7 @@ if nothing had happened, bit for bit. Results are in --out: results.csv, results
     train.add_argument(
         "--set", action="append", metavar="NAME=VALUE", help="a setting of the optimizer; may be repeated"
     )
+    train.add_argument("--distributed", choices=("ddp", "fsdp2"), help="as one of the processes of torchrun")
     _add_training(train)
     _add_tensorboard(train)
 

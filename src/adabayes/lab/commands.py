@@ -20,6 +20,7 @@ from typing_extensions import Self
 from adabayes.lab import data, files, protocol, results, sweep
 from adabayes.lab.display import Display, tracked
 from adabayes.lab.protocol import Protocol, ProtocolError, Spec
+from adabayes.lab.ranks import Ranks
 from adabayes.lab.store import folder_of
 from adabayes.lab.training import Interrupted
 
@@ -51,7 +52,12 @@ def train(args: argparse.Namespace) -> int:
         chosen = replace(chosen, published={})
     optimizer = replace(optimizer, settings=settings, of_models={})
     spec = chosen.spec(chosen.datasets[0], chosen.models[0], optimizer, args.seed, **_options(args))
-    return _sweep(chosen, [spec], _out(args, chosen), args)
+    out = _out(args, chosen)
+    if args.distributed:
+        args.ranks = Ranks.join(args.distributed, args.device)
+        if not args.ranks.is_first:
+            return _follow(spec, out, args)
+    return _sweep(chosen, [spec], out, args)
 
 
 def report(args: argparse.Namespace) -> int:
@@ -292,12 +298,24 @@ def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namesp
     return 1 if others else 0
 
 
+def _follow(spec: Spec, out: Path, args: argparse.Namespace) -> int:
+    """Train as one of several processes, of which the first writes and shows."""
+    stop = sweep.Stop()
+    stop.on_signals()
+    options = {"checkpoint_seconds": args.checkpoint_every, "ranks": args.ranks}
+    try:
+        outcome = sweep.attempt(spec, folder_of(spec, out), lambda: data.load(spec.dataset, args.data), stop, **options)
+    except Interrupted:
+        return 130
+    return 1 if outcome.status == "failed" else 0
+
+
 def _executor(args: argparse.Namespace) -> Callable[..., list[sweep.Outcome]]:
     """What runs the runs."""
     if args.jobs < 1:
         raise ProtocolError(f"--jobs {args.jobs}: there must be at least one run at a time")
     if args.executor == "local":
-        return partial(sweep.run, jobs=args.jobs)
+        return partial(sweep.run, jobs=args.jobs, ranks=getattr(args, "ranks", None))
     if args.cpus_per_run <= 0 or args.gpus_per_run < 0:
         raise ProtocolError(
             f"--cpus-per-run {args.cpus_per_run:g} must be above 0, --gpus-per-run {args.gpus_per_run:g} at least 0"

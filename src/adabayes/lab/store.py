@@ -160,9 +160,9 @@ class RunFolder:
                 warnings.warn(f"{path} is damaged ({error}); it is left out", stacklevel=2)
         return None
 
-    def finish(self, model: torch.nn.Module, result: dict[str, JSON]) -> None:
+    def finish(self, weights: dict[str, Tensor], result: dict[str, JSON]) -> None:
         """Keep the weights and the result; checkpoints are of no more use."""
-        write_atomically(self.path / "model.safetensors", _blob(model.state_dict()))
+        write_atomically(self.path / "model.safetensors", _blob(weights))
         self.write("result.json", result)
         for number in self.checkpoints():
             self._delete(number)

@@ -23,6 +23,7 @@ from adabayes.lab import data, training
 from adabayes.lab.data import Data
 from adabayes.lab.display import Display
 from adabayes.lab.protocol import Spec
+from adabayes.lab.ranks import Ranks
 from adabayes.lab.store import Busy, RunFolder, exclusive, folder_of, read_json, spec_from, write_atomically
 from adabayes.lab.training import Interrupted, Progress
 
@@ -67,8 +68,9 @@ def run(
     jobs: int = 1,
     checkpoint_seconds: float = training.CHECKPOINT_SECONDS,
     tensorboard: bool = False,
+    ranks: Ranks | None = None,
 ) -> list[Outcome]:
-    """Do what is not done yet. Raises :class:`Interrupted` when it is stopped."""
+    """Do what is not done yet; with ``ranks``, each in several processes. Raises :class:`Interrupted` when stopped."""
     prepare(specs, out, tensorboard)
     if jobs > 1:
         return _run_in_processes(specs, out, display, stop, data_folder, jobs, checkpoint_seconds, tensorboard)
@@ -93,6 +95,7 @@ def run(
                 report=lambda progress: display.progressed(spec, progress),
                 checkpoint_seconds=checkpoint_seconds,
                 tensorboard=tensorboard,
+                ranks=ranks,
             )
         display.ended(spec, outcome)
         return outcome

@@ -27,6 +27,7 @@ from adabayes.lab import models, optimizers
 from adabayes.lab.data import Data
 from adabayes.lab.files import DataError
 from adabayes.lab.protocol import ProtocolError, Spec, lr_factor
+from adabayes.lab.ranks import Ranks
 from adabayes.lab.store import RunFolder
 from adabayes.optim._rates import TwoRateOptimizer
 
@@ -37,6 +38,7 @@ __all__ = ["Interrupted", "Progress", "train"]
 
 CHECKPOINT_SECONDS = 60.0  # between two within an epoch; there is one at each epoch's end
 _SAMPLED = 10  # weights of each tensor in the learning-rate figure
+_AGREE = 10  # steps after which several processes agree whether to report, save or stop
 _RECALIBRATION = 50  # batches for new statistics of BatchNorm
 
 
@@ -60,29 +62,34 @@ def train(
     spec: Spec,
     folder: RunFolder,
     data: Data,
+    ranks: Ranks | None = None,
     **options: Any,
 ) -> str:
     """Train, or go on training, until the run is done, has diverged, or is pruned; which of these.
 
-    Options are callbacks, ``checkpoint_seconds`` and ``tensorboard``: ``report`` is told a :class:`Progress` a few
-    times a second. A run is pruned after an epoch whose row of metrics ``is_hopeless``, which is asked of every epoch
-    in order, also of those that were run before. Raises :class:`~adabayes.lab.store.Busy` if another process has the
-    run, and :class:`Interrupted` if ``should_stop`` says so.
+    With ``ranks``, as one of several processes, of which the first writes. Options are callbacks,
+    ``checkpoint_seconds`` and ``tensorboard``: ``report`` is told a :class:`Progress` a few times a second. A run is
+    pruned after an epoch whose row of metrics ``is_hopeless``, which is asked of every epoch in order, also of those
+    that were run before. Raises :class:`~adabayes.lab.store.Busy` if another process has the run, and
+    :class:`Interrupted` if ``should_stop`` says so.
     """
-    with folder.lock():
+    ranks = ranks or Ranks()
+    with folder.lock() if ranks.is_first else nullcontext():
         if result := folder.read("result.json"):
             return str(result["status"])
-        folder.remove("failed.json")
-        folder.write("spec.json", asdict(spec))
-        _note_environment(folder, data)
+        if ranks.is_first:
+            folder.remove("failed.json")
+            folder.write("spec.json", asdict(spec))
+            _note_environment(folder, data, ranks)
+        ranks.wait()
         with torch.random.fork_rng(devices=[]):
-            return _Run(spec, folder, data, **options).run()
+            return _Run(spec, folder, data, ranks, **options).run()
 
 
 def epoch_seconds(spec: Spec, data: Data) -> float:
     """How long an epoch of a run takes on this machine, about."""
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
-        return _Run(spec, RunFolder(Path(folder)), data).measure()
+        return _Run(spec, RunFolder(Path(folder)), data, Ranks()).measure()
 
 
 @dataclass
@@ -103,13 +110,14 @@ class _Run:
         spec: Spec,
         folder: RunFolder,
         data: Data,
+        ranks: Ranks,
         report: Callable[[Progress], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
         is_hopeless: Callable[[dict[str, Any]], bool] = lambda _: False,
         checkpoint_seconds: float = CHECKPOINT_SECONDS,
         tensorboard: bool = False,
     ) -> None:
-        self.spec, self.folder, self.report, self.should_stop = spec, folder, report, should_stop
+        self.spec, self.folder, self.ranks, self.report, self.should_stop = spec, folder, ranks, report, should_stop
         self.is_hopeless, self.checkpoint_seconds = is_hopeless, checkpoint_seconds
         self.device = torch.device(spec.device)
         self.data = (data.hold_out(spec.validation) if spec.validation else data).to(self.device)
@@ -118,8 +126,8 @@ class _Run:
                 raise ProtocolError(
                     f"validation {spec.validation} leaves no example to {split} on; choose another share"
                 )
-        self.model, self.optimizer = make(spec, self.data)
-        self.call: Callable[..., Tensor] = self.model
+        self.model, self.optimizer = make(spec, self.data, ranks)
+        self.call = ranks.wrap(self.model)
         if spec.compile:
             self._compile()
         self.trainer = optimizers.Trainer(self.optimizer)
@@ -127,19 +135,20 @@ class _Run:
         self.steps = math.ceil(self.data.count("train") / spec.batch_size)
         # For the paper's learning-rate figure.
         self.observer: diagnostics.Observer | None = None
-        if isinstance(self.optimizer, TwoRateOptimizer):
+        if isinstance(self.optimizer, TwoRateOptimizer) and ranks.kind != "fsdp2":  # of which one sees a shard
             self.observer = diagnostics.Observer(self.optimizer, per_tensor=_SAMPLED, model=self.model)
         self.at = _Position()
         self.test_error: float | None = None
         self._saved = self._reported = time.monotonic()
         if (saved := folder.load()) is not None:
-            self.model.load_state_dict(saved["model"])
-            self.trainer.load(saved["optimizer"])
-            if self.observer:
+            ranks.load(self.model, saved["model"])
+            of = saved["optimizer"]
+            self.trainer.load({**of, "state_dict": ranks.scattered(of["state_dict"], self.optimizer)})
+            if self.observer and saved["observer"]:
                 self.observer.load_state_dict(saved["observer"])
             self.at = _Position(**saved["position"])
         self.events: Events | None = None
-        if tensorboard:
+        if tensorboard and ranks.is_first:
             from adabayes.lab.events import Events
 
             self.events = Events(folder, self.at.epoch)
@@ -150,7 +159,10 @@ class _Run:
         finally:
             if self.events:
                 self.events.close()
-        self.folder.finish(self.model, {"status": status, "epoch": min(self.at.epoch, self.spec.epochs - 1)})
+        weights = self.ranks.gathered(dict(self.model.state_dict()))
+        if self.ranks.is_first:
+            self.folder.finish(weights, {"status": status, "epoch": min(self.at.epoch, self.spec.epochs - 1)})
+        self.ranks.wait()
         return status
 
     def _run(self) -> str:
@@ -162,12 +174,8 @@ class _Run:
             if not self._train_epoch():
                 return "diverged"
             row = self._row()
-            self.folder.log(row)
-            rates = self._rates() if self.observer else None
-            if rates:
-                self.folder.log(rates, "rates.jsonl")
-            if self.events:
-                self.events.write(row, rates)
+            if self.ranks.is_first:
+                self._log(row)
             if not math.isfinite(row["test_loss"]):
                 return "diverged"
             self.test_error = row["test_error"]
@@ -177,33 +185,48 @@ class _Run:
                 return "pruned"
         return "done"
 
+    def _log(self, row: dict[str, Any]) -> None:
+        self.folder.log(row)
+        rates = self._rates() if self.observer else None
+        if rates:
+            self.folder.log(rates, "rates.jsonl")
+        if self.events:
+            self.events.write(row, rates)
+
     def _train_epoch(self) -> bool:
         """Train to the end of the epoch; whether the loss has stayed finite."""
         spec, at = self.spec, self.at
         order = torch.randperm(self.data.count("train"), generator=_generator(spec.seed, "order", at.epoch))
-        loss_sum = torch.tensor(at.loss, dtype=torch.float64, device=self.device)
-        wrong = torch.tensor(at.wrong, device=self.device)
+        # Of this process; what was summed before is with the first.
+        loss_sum = torch.tensor(at.loss * self.ranks.is_first, dtype=torch.float64, device=self.device)
+        wrong = torch.tensor(at.wrong * self.ranks.is_first, device=self.device)
         self.model.train()
         self.trainer.for_training()
         started = time.perf_counter()
         while at.step < self.steps:
             indices = order[at.step * spec.batch_size : (at.step + 1) * spec.batch_size]
-            loss, count, missed = self._step(indices)
+            loss, count, missed, seen = self._step(indices)
             loss_sum += loss.double() * count
             wrong += missed
-            at.seen += count
+            at.seen += seen
             at.step += 1
 
-            now = time.monotonic()
-            stop = self.should_stop()
-            if now - self._reported > 0.2 or stop or at.step == self.steps:
+            now, last = time.monotonic(), at.step == self.steps
+            if self.ranks.world > 1 and at.step % _AGREE and not last:
+                continue
+            due, stop, save = self.ranks.any(
+                now - self._reported > 0.2 or last,
+                self.should_stop(),
+                now - self._saved > self.checkpoint_seconds and not last,
+            )
+            if due or stop or save:
+                at.loss, at.wrong = self.ranks.total(loss_sum), int(self.ranks.total(wrong))
+            if due or stop:
                 self._reported = now
-                at.loss, at.wrong = loss_sum.item(), int(wrong.item())
                 if not math.isfinite(at.loss):
                     return False
                 self._report()
-            if stop or (now - self._saved > self.checkpoint_seconds and at.step < self.steps):
-                at.loss, at.wrong = loss_sum.item(), int(wrong.item())
+            if stop or save:
                 at.seconds += time.perf_counter() - started
                 self._save()
                 started = time.perf_counter()
@@ -212,18 +235,22 @@ class _Run:
         at.seconds += time.perf_counter() - started
         return math.isfinite(at.loss)
 
-    def _step(self, indices: Tensor) -> tuple[Tensor, int, Tensor]:
-        """A step on a batch: its mean loss, the number of its targets, and how many were missed."""
+    def _step(self, indices: Tensor) -> tuple[Tensor, int, Tensor, int]:
+        """A step on a batch. Of our share: mean loss, how many targets, how many missed; of all: how many targets."""
         spec, at = self.spec, self.at
         torch.manual_seed(_derived(spec.seed, "noise", at.epoch, at.step))
         self._set_lr((at.epoch * self.steps + at.step) / (spec.epochs * self.steps))
         inputs, targets = self.data.train_batch(indices, _generator(spec.seed, "augment", at.epoch, at.step))
+        seen = targets.numel()
+        mine = self.ranks.share(len(indices))
+        inputs, targets = inputs[mine], targets[mine]
         with self.trainer.sampling():
             loss, output = self._loss(inputs, targets)
             self.optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            # Gradients are averaged over processes, whatever their shares.
+            (loss * (targets.numel() * self.ranks.world / seen)).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        return loss.detach(), targets.numel(), (output.detach().argmax(-1) != targets).sum()
+        return loss.detach(), targets.numel(), (output.detach().argmax(-1) != targets).sum(), seen
 
     def measure(self) -> float:
         """Seconds that an epoch takes, from a few steps."""
@@ -242,12 +269,13 @@ class _Run:
     def _compile(self) -> None:
         """Compile the model: anew for each run and shape, so that nothing depends on what was run before."""
         torch.compiler.reset()
-        self.call = torch.compile(self.model, dynamic=False)
+        self.call = torch.compile(self.call, dynamic=False)
         # Compiling is no part of training's time: so once through with each shape, and back to the start.
         start = {name: t.clone() for name, t in self.model.state_dict().items()}
         count = self.data.count("train")
         for size in {min(count, self.spec.batch_size), count % self.spec.batch_size} - {0}:
-            loss, _ = self._loss(*self.data.train_batch(torch.arange(size), torch.Generator()))
+            batch = self.data.train_batch(torch.arange(size), torch.Generator())
+            loss, _ = self._loss(*(part[self.ranks.share(size)] for part in batch))
             loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
         self.model.load_state_dict(start)
@@ -257,6 +285,8 @@ class _Run:
             inputs = inputs.contiguous()
         with self._autocast():
             output = self.call(inputs)
+            if not len(targets):  # a batch smaller than the number of processes
+                return output.sum(), output
             return F.cross_entropy(output.flatten(0, -2), targets.flatten()), output
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -285,7 +315,7 @@ class _Run:
             "train_seconds": at.seconds,
             "test_seconds": time.perf_counter() - started,
         }
-        if isinstance(self.optimizer, TwoRateOptimizer):
+        if isinstance(self.optimizer, TwoRateOptimizer) and self.ranks.is_first:
             total = diagnostics.regimes(self.optimizer).total
             row |= {"sgd_like": total.sgd_like, "adam_like": total.adam_like}
             row |= {f"lr_{q:.0%}": rate for q, rate in zip(diagnostics.QUANTILES, total.lr_quantiles)}
@@ -313,12 +343,13 @@ class _Run:
         self.model.eval()
         loss_sum, wrong, seen = 0.0, 0, 0
         for indices in self._in_order("test", self.spec.test_batch_size):
-            inputs, targets = self.data.test_batch(indices)
-            loss, output = self._loss(inputs, targets)
-            loss_sum += loss.item() * targets.numel()
+            inputs, targets = self.data.test_batch(indices[self.ranks.share(len(indices))])
+            mean, output = self._loss(inputs, targets)
+            loss_sum += mean.item() * targets.numel()
             wrong += int((output.argmax(-1) != targets).sum())
             seen += targets.numel()
-        return loss_sum / seen, 100 * wrong / seen
+        loss, error, count = map(self.ranks.total, torch.tensor([loss_sum, wrong, seen], dtype=torch.float64))
+        return loss / count, 100 * error / count
 
     def _in_order(self, split: str, size: int) -> Sequence[Tensor]:
         return torch.split(torch.arange(self.data.count(split)), size)
@@ -333,18 +364,18 @@ class _Run:
             norm.momentum = None  # a plain average over all batches
         self.model.train()
         for i, indices in enumerate(self._in_order("train", self.spec.batch_size)[:_RECALIBRATION]):
-            self._loss(*self.data.train_batch(indices, _generator(self.spec.seed, "calibrate", self.at.epoch, i)))
+            mine = self.ranks.share(len(indices))
+            batch = self.data.train_batch(indices, _generator(self.spec.seed, "calibrate", self.at.epoch, i))
+            self._loss(*(part[mine] for part in batch))
         for norm, momentum in zip(norms, momenta):
             norm.momentum = momentum
 
     def _save(self) -> None:
-        tree = {
-            "model": dict(self.model.state_dict()),
-            "optimizer": self.trainer.state(),
-            "position": asdict(self.at),
-            "observer": self.observer.state_dict() if self.observer else None,
-        }
-        self.folder.save(self.at.epoch * self.steps + self.at.step, tree)
+        tree = self.ranks.gathered({"model": dict(self.model.state_dict()), "optimizer": self.trainer.state()})
+        tree["position"] = asdict(self.at)
+        tree["observer"] = self.observer.state_dict() if self.observer else None
+        if self.ranks.is_first:
+            self.folder.save(self.at.epoch * self.steps + self.at.step, tree)
         self._saved = time.monotonic()
 
     def _report(self) -> None:
@@ -361,12 +392,13 @@ class _Run:
         )
 
 
-def make(spec: Spec, data: Data) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(spec: Spec, data: Data, ranks: Ranks | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The network of a run, as its seed initialises it, and the optimizer."""
     torch.manual_seed(_derived(spec.seed, "weights"))
     model = models.make(spec.model, **{**data.model_options(), **spec.model_options}).to(spec.device)
     if spec.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = (ranks or Ranks()).place(model)
     return model, optimizers.make(spec, model.parameters())
 
 
@@ -387,9 +419,9 @@ def _generator(seed: int, *what: object) -> torch.Generator:
 # Where and with what a run was made
 
 
-def _note_environment(folder: RunFolder, data: Data) -> None:
+def _note_environment(folder: RunFolder, data: Data, ranks: Ranks) -> None:
     """Add an entry to the log of starts; refuse to go on with other data."""
-    now = environment() | {"data": data.fingerprint()}
+    now = environment() | {"data": data.fingerprint(), "processes": ranks.world}
     starts = folder.read("environment.json") or []
     if starts:
         last = starts[-1]
@@ -398,7 +430,7 @@ def _note_environment(folder: RunFolder, data: Data) -> None:
                 f"{folder.path} was begun with other data ({last['data']}, now {now['data']}). For a text that is "
                 "Python's own library: go on with the same Python, or choose another --out."
             )
-        changed = [key for key in ("torch", "threads", "adabayes") if last[key] != now[key]]
+        changed = [key for key in ("torch", "threads", "processes", "adabayes") if last[key] != now[key]]
         if changed:
             what = ", ".join(f"{key} {last[key]} then, {now[key]} now" for key in changed)
             warnings.warn(f"{folder.path.name} goes on elsewhere ({what}): its last digits may differ", stacklevel=2)
