@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from adabayes import AdaBayes, AdaBayesFP, AdaBound
+from adabayes.diagnostics import memory_plan
 
 BATCH, STEPS = 16, 6
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -120,8 +121,27 @@ def sharded(net: nn.Module, **options: Any) -> nn.Module:
 
 def fsdp(make: Any, **form: Any) -> nn.Module:
     net = sharded(network())
-    train(net, make(net.parameters(), **form))
+    optimizer = make(net.parameters(), **form)
+    train(net, optimizer)
+    if isinstance(optimizer, AdaBayes | AdaBayesFP):
+        check_memory(net, optimizer)
     return net
+
+
+def check_memory(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """All shards together are as large as the plan says."""
+
+    def here(tensors: list[Any]) -> float:
+        total = torch.tensor(float(sum(t.to_local().nbytes for t in tensors if isinstance(t, DTensor))))
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
+
+    params = list(net.parameters())
+    weights = sum(p.numel() for p in params)
+    plan = memory_plan(weights, dist.get_world_size(), param_dtype=torch.float64)
+    assert here(params) == plan.parameters
+    assert here([p.grad for p in params]) == plan.gradients
+    assert here([e for p in params for name, e in optimizer.state[p].items() if name != "step"]) == plan.state
 
 
 def fsdp_mixed(make: Any) -> nn.Module:

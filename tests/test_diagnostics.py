@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from adabayes import AdaBayes, AdaBayesFP
-from adabayes.diagnostics import Observer, regimes
+from adabayes.bench import state_bytes
+from adabayes.diagnostics import Observer, memory_plan, regimes
 from adabayes.filtering import fixed_point
 
 matplotlib.use("agg")
@@ -217,3 +218,20 @@ def test_wrong_calls() -> None:
         Observer(AdaBayes([w]), per_tensor=0)
     with pytest.raises(ValueError, match=r"Invalid beta2: 1\.0"):
         Observer(AdaBayes([w]), beta2=1.0)
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_the_memory_plan_is_what_is_measured(low: bool) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 10))
+    optimizer = AdaBayes(net.parameters(), state_dtype=torch.bfloat16 if low else None)
+    net(torch.ones(4, 30)).sum().backward()
+    optimizer.step()
+    params = list(net.parameters())
+    plan = memory_plan(sum(p.numel() for p in params), state_dtype=torch.bfloat16 if low else None)
+    assert plan.parameters == sum(p.nbytes for p in params)
+    assert plan.gradients == sum(p.grad.nbytes for p in params if p.grad is not None)
+    assert plan.state == state_bytes(optimizer)
+    assert plan.moved == sum(p.numel() for p in params) * (20 if low else 28)  # bytes a weight
+    assert memory_plan(8e9, 8).seconds(28e9) == 1
+    with pytest.raises(ValueError, match="devices 0 at least 1"):
+        memory_plan(1e9, 0)

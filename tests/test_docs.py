@@ -9,6 +9,9 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+import torch
+
+from adabayes.diagnostics import memory_plan
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -28,6 +31,21 @@ def test_python_in_documents_runs(document: Path, tmp_path: Path, monkeypatch: p
 def test_links_between_files_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
         assert (document.parent / target).exists(), f"{document.name} links to {target}, which does not exist"
+
+
+def test_the_table_of_what_fits_is_what_is_calculated() -> None:
+    rows = re.findall(
+        r"^\| (\d+) B \| (\w+) \| (.*) \|$", (ROOT / "docs" / "cluster.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert len(rows) == 6
+    for billions, state, printed in rows:
+        low = torch.bfloat16 if state == "bf16" else None
+        cells = []
+        for devices in (8, 64, 512):
+            plan = memory_plan(float(billions) * 1e9, devices, state_dtype=low)
+            cells.append(" + ".join(f"{part / 1e9:.2f}" for part in (plan.parameters, plan.gradients, plan.state)))
+            cells += [f"{1e3 * plan.seconds(bandwidth):.2f}" for bandwidth in (2.039e12, 3.35e12)]
+        assert printed == " | ".join(cells)
 
 
 def test_the_example_trains_prints_and_draws(tmp_path: Path) -> None:

@@ -31,7 +31,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from typing_extensions import Self
 
-__all__ = ["QUANTILES", "Observer", "Points", "Regime", "Regimes", "draw_rates", "regimes"]
+__all__ = [
+    "QUANTILES",
+    "MemoryPlan",
+    "Observer",
+    "Points",
+    "Regime",
+    "Regimes",
+    "draw_rates",
+    "memory_plan",
+    "regimes",
+]
 
 _SAMPLE = 100_000  # weights of a tensor that quantiles are taken over; shares count all of them
 
@@ -213,6 +223,56 @@ def draw_rates(points: Sequence[Points], ax: Axes) -> None:
             ax.plot(xs, ys, style, color=colour, label=label if i == 0 else None)
     ax.plot([], [], ".", color="0.25", label="weights")
     ax.set(xscale="log", yscale="log", xlim=(left, right))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on each device, and bytes that a step of the optimizer moves there."""
+
+    parameters: float
+    gradients: float
+    state: float
+    moved: float
+
+    @property
+    def total(self) -> float:
+        """What stays on a device all the time; activations and gathered layers come on top."""
+        return self.parameters + self.gradients + self.state
+
+    def seconds(self, bandwidth: float) -> float:
+        """How long a step takes at a memory bandwidth, in bytes a second: what limits it on large tensors."""
+        return self.moved / bandwidth
+
+
+def memory_plan(
+    weights: float,
+    devices: int = 1,
+    *,
+    param_dtype: torch.dtype = torch.float32,
+    grad_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
+) -> MemoryPlan:
+    """What AdaBayes or AdaBayes-FP needs for a network of so many weights, sharded over devices by FSDP2.
+
+    Args:
+        weights: how many, as ``7e9``.
+        devices: over which all of it is sharded.
+        param_dtype: of the weights as they are kept.
+        grad_dtype: of gradients as the optimizer gets them. None: that of the weights.
+        state_dtype: as given to the optimizer. None: fp32, or float64 for such weights.
+
+    Examples:
+        >>> plan = memory_plan(7e9, devices=8)
+        >>> f"{plan.total / 1e9:.1f} GB a device"
+        '14.0 GB a device'
+    """
+    if not weights > 0 or devices < 1:
+        raise ValueError(f"weights {weights} must be above 0 and devices {devices} at least 1")
+    wide = torch.promote_types(param_dtype, torch.float32)
+    p, g, s = (dtype.itemsize for dtype in (param_dtype, grad_dtype or param_dtype, state_dtype or wide))
+    here = weights / devices
+    # A step reads weights, gradients and two arrays of state, and writes all but the gradients.
+    return MemoryPlan(p * here, g * here, 2 * s * here, (2 * p + g + 4 * s) * here)
 
 
 class _Tracked:

@@ -88,7 +88,7 @@ def test_one_process_goes_on_where_several_were_killed(together: Path, tmp_path:
     assert done.returncode == 0, done.stderr
     assert "processes 2 then, 1 now" in done.stderr
     ours, theirs = metrics(tmp_path), metrics(together)
-    assert ours[0] == theirs[0]
+    assert ours[0]["train_loss"] == pytest.approx(theirs[0]["train_loss"], rel=1e-4)
     assert ours[2]["train_loss"] == pytest.approx(theirs[2]["train_loss"], rel=0.05)
 
 

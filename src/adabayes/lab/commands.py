@@ -53,11 +53,10 @@ def train(args: argparse.Namespace) -> int:
     optimizer = replace(optimizer, settings=settings, of_models={})
     spec = chosen.spec(chosen.datasets[0], chosen.models[0], optimizer, args.seed, **_options(args))
     out = _out(args, chosen)
-    if args.distributed:
-        args.ranks = Ranks.join(args.distributed, args.device)
-        if not args.ranks.is_first:
-            return _follow(spec, out, args)
-    return _sweep(chosen, [spec], out, args)
+    if not args.distributed:
+        return _sweep(chosen, [spec], out, args)
+    with Ranks.join(args.distributed, args.device) as args.ranks:
+        return _sweep(chosen, [spec], out, args) if args.ranks.is_first else _follow(spec, out, args)
 
 
 def report(args: argparse.Namespace) -> int:

@@ -7,14 +7,17 @@ which numbers are summed; BatchNorm's statistics are those of the whole batch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -30,8 +33,9 @@ class Ranks:
     world, rank, kind = 1, 0, "alone"
 
     @classmethod
-    def join(cls, kind: str, device: str) -> Ranks:
-        """Join the others that torchrun has started."""
+    @contextmanager
+    def join(cls, kind: str, device: str) -> Iterator[Ranks]:
+        """Join the others that torchrun has started, and leave them at the end."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             raise ValueError(
                 f"--distributed {kind}: the processes are started by torchrun, like\n"
@@ -39,8 +43,14 @@ class Ranks:
             )
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
-        return _Several(kind)
+        # A prefix of its own for each start, or what processes find in the agent's store may be addresses of the dead.
+        store, rank, world = next(iter(rendezvous("env://")))
+        store = PrefixStore(f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+        try:
+            yield _Several(kind)
+        finally:
+            dist.destroy_process_group()
 
     @property
     def is_first(self) -> bool:
