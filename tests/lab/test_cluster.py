@@ -124,6 +124,19 @@ def test_failures_are_told_run_by_run(cluster: Any, tmp_path: Path) -> None:
     assert "SGD" in done.stdout
 
 
+def test_runs_that_no_node_can_take_are_not_waited_for_in_silence(cluster: Any, tmp_path: Path) -> None:
+    process = start(*on(cluster, tmp_path), "--cpus-per-run", "64")
+    said = ""
+    assert process.stderr is not None
+    while "no node has 64 CPUs" not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+
+
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     done = adabayes("reproduce", "--executor", "ray", "--address", "127.0.0.1:1", "--out", tmp_path)
     assert done.returncode == 1

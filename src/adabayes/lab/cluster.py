@@ -91,6 +91,13 @@ class _Cluster:
         self, data_folder: str | None, checkpoint_seconds: float, tensorboard: bool, cpus: float, gpus: float
     ) -> list[Outcome]:
         sweep.prepare(self.specs, self.out, tensorboard)
+        offers = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if not any(offer.get("CPU", 0) >= cpus and offer.get("GPU", 0) >= gpus for offer in offers):
+            most = max(offer.get("CPU", 0) for offer in offers), max(offer.get("GPU", 0) for offer in offers)
+            self.display.warned(
+                f"no node has {cpus:g} CPUs and {gpus:g} GPUs for a run, but at most {most[0]:g} and {most[1]:g}: runs "
+                "wait for one that has. Or stop, and choose others with --cpus-per-run and --gpus-per-run"
+            )
         outcomes: dict[str, Outcome] = {}
         tasks: dict[Any, Spec] = {}
         for spec in self.specs:
