@@ -91,7 +91,8 @@ class _Cluster:
         self, data_folder: str | None, checkpoint_seconds: float, tensorboard: bool, cpus: float, gpus: float
     ) -> list[Outcome]:
         sweep.prepare(self.specs, self.out, tensorboard)
-        offers = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        offers = [node["Resources"] for node in nodes if node["Alive"]]
         if not any(offer.get("CPU", 0) >= cpus and offer.get("GPU", 0) >= gpus for offer in offers):
             most = max(offer.get("CPU", 0) for offer in offers), max(offer.get("GPU", 0) for offer in offers)
             self.display.warned(
