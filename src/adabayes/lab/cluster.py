@@ -114,6 +114,8 @@ class _Cluster:
             for task in done:
                 spec = tasks.pop(task)
                 outcome = self._outcome(task, spec)
+                if outcome.status == "interrupted" and not self.stop.requested:
+                    outcome = Outcome(spec, "failed", "Ray has cancelled it; give the command again")
                 if outcome.status != "interrupted":
                     outcomes[spec.folder] = self._ended(outcome)
             if self.stop.requested and not self.told_to_stop:
