@@ -98,6 +98,7 @@ def test_a_sweep_goes_on_after_its_driver_was_killed(cluster: Any, local: dict[s
     assert metrics(tmp_path) == local
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_checkpoints(cluster: Any, local: dict[str, Any], tmp_path: Path) -> None:
     command = on(cluster, tmp_path)
     process = start(*command)
