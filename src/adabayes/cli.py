@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import platform
 import shlex
 import sys
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     args = parser.parse_args(arguments)
     args.command = shlex.join(["adabayes", *(sys.argv[1:] if arguments is None else arguments)])
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        args.command = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} -m {args.command}"
     args.run(args)
 
 

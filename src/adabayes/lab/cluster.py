@@ -37,7 +37,8 @@ except ImportError as error:
 
 __all__ = ["run"]
 
-_PATIENCE = 60.0  # seconds that a run may still be held by a process that is dying
+_PATIENCE = 180.0  # seconds that a run may still be held by a process that is dying, or a node that has
+_RETRIES = 20  # of a run whose worker or node dies
 
 
 def run(
@@ -56,7 +57,7 @@ def run(
     _check_address(address)
     local: dict[str, Any] = {"include_dashboard": False} if address is None else {}
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
+        ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConnectionError(f"there is no Ray cluster at {address}: {str(error).splitlines()[0]}") from error
     stop.on_signals()  # which ray.init has taken
@@ -82,7 +83,8 @@ class _Cluster:
     def __init__(self, specs: Sequence[Spec], out: Path, display: Display, stop: Stop) -> None:
         self.specs, self.out, self.display, self.stop = specs, out, display, stop
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self.board: Any = ray.remote(_Board).options(num_cpus=0, scheduling_strategy=here).remote()
+        lasting = {"max_restarts": -1, "max_task_retries": -1}
+        self.board: Any = ray.remote(_Board).options(num_cpus=0, scheduling_strategy=here, **lasting).remote()
         self.started: set[str] = set()
         self.told_to_stop = False
         self.by_folder = {spec.folder: spec for spec in specs}
@@ -105,7 +107,7 @@ class _Cluster:
             if result := folder_of(spec, self.out).read("result.json"):
                 outcomes[spec.folder] = self._ended(Outcome(spec, result["status"], is_new=False))
                 continue
-            work = ray.remote(_work).options(num_cpus=cpus, num_gpus=gpus, max_retries=-1, name=str(spec))
+            work = ray.remote(_work).options(num_cpus=cpus, num_gpus=gpus, max_retries=_RETRIES, name=str(spec))
             options = (str(self.out), self.board, data_folder, checkpoint_seconds, tensorboard, max(1, int(cpus)))
             tasks[work.remote(asdict(spec), *options)] = spec
         while tasks:

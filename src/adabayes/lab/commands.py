@@ -55,6 +55,8 @@ def train(args: argparse.Namespace) -> int:
     out = _out(args, chosen)
     if not args.distributed:
         return _sweep(chosen, [spec], out, args)
+    if args.compile:
+        raise ProtocolError("--compile does not go with --distributed: leave one of them out")
     with Ranks.join(args.distributed, args.device) as args.ranks:
         return _sweep(chosen, [spec], out, args) if args.ranks.is_first else _follow(spec, out, args)
 
@@ -239,6 +241,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "compile": args.compile,
         "channels_last": not args.no_channels_last,
     }
+    if getattr(args, "executor", "local") == "ray":
+        return options  # the device is that of the nodes
     try:
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as error:
@@ -306,7 +310,10 @@ def _follow(spec: Spec, out: Path, args: argparse.Namespace) -> int:
         outcome = sweep.attempt(spec, folder_of(spec, out), lambda: data.load(spec.dataset, args.data), stop, **options)
     except Interrupted:
         return 130
-    return 1 if outcome.status == "failed" else 0
+    if outcome.status == "failed":
+        print(f"process {args.ranks.rank}: {outcome.error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _executor(args: argparse.Namespace) -> Callable[..., list[sweep.Outcome]]:
@@ -314,6 +321,8 @@ def _executor(args: argparse.Namespace) -> Callable[..., list[sweep.Outcome]]:
     if args.jobs < 1:
         raise ProtocolError(f"--jobs {args.jobs}: there must be at least one run at a time")
     if args.executor == "local":
+        if getattr(args, "address", None):
+            raise ProtocolError(f"--address {args.address} is that of a Ray cluster: give --executor ray as well")
         return partial(sweep.run, jobs=args.jobs, ranks=getattr(args, "ranks", None))
     if args.cpus_per_run <= 0 or args.gpus_per_run < 0:
         raise ProtocolError(

@@ -41,11 +41,17 @@ class Ranks:
                 f"--distributed {kind}: the processes are started by torchrun, like\n"
                 f"  torchrun --nproc-per-node 2 -m adabayes train --distributed {kind} ..."
             )
+        if device not in ("cpu", "cuda"):
+            raise ValueError(
+                f"--distributed {kind} --device {device}: give cpu or cuda; each process takes its own GPU"
+            )
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # A prefix of its own for each start, or what processes find in the agent's store may be addresses of the dead.
         store, rank, world = next(iter(rendezvous("env://")))
-        store = PrefixStore(f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        if os.environ["GROUP_WORLD_SIZE"] == "1":
+            # A prefix of its own for each start, or what is found in the agent's store may be addresses of the dead. Of
+            # several agents, each counts for itself; there, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes new stores.
+            store = PrefixStore(f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world)
         try:
             yield _Several(kind)
@@ -88,13 +94,24 @@ class Ranks:
         model.load_state_dict(weights)
 
     def scattered(self, state: Any, optimizer: torch.optim.Optimizer) -> Any:
-        """An optimizer's state dict, as this process holds it."""
-        return state
+        """An optimizer's state dict, as this process holds it: sharded, and laid out in memory, as the weights are."""
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        entries = {i: {name: _like(params[i], e) for name, e in of.items()} for i, of in state["state"].items()}
+        return {**state, "state": entries}
+
+
+def _like(p: Tensor, entry: Any) -> Any:
+    if not isinstance(entry, Tensor) or entry.shape != p.shape:
+        return entry
+    if isinstance(p, DTensor):
+        return distribute_tensor(entry.to(p.device).contiguous(), p.device_mesh, p.placements)
+    return torch.empty_like(p, dtype=entry.dtype).copy_(entry)
 
 
 class _Several(Ranks):
     def __init__(self, kind: str) -> None:
         self.world, self.rank, self.kind = dist.get_world_size(), dist.get_rank(), kind
+        self._device = "cuda" if dist.get_backend() == "nccl" else "cpu"
 
     def place(self, model: nn.Module) -> nn.Module:
         for module in model.modules():
@@ -110,12 +127,12 @@ class _Several(Ranks):
         return DistributedDataParallel(model) if self.kind == "ddp" else model
 
     def total(self, value: Tensor) -> float:
-        summed = value.detach().double().clone()
+        summed = value.detach().double().to(self._device, copy=True)
         dist.all_reduce(summed)
         return float(summed.item())
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
-        found = torch.tensor(flags, dtype=torch.int32, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        found = torch.tensor(flags, dtype=torch.int32, device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return tuple(bool(flag) for flag in found.tolist())
 
@@ -134,17 +151,6 @@ class _Several(Ranks):
     def load(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(model, cast(dict[str, Any], weights), options=options)
-
-    def scattered(self, state: Any, optimizer: torch.optim.Optimizer) -> Any:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-
-        def like(p: Tensor, entry: Any) -> Any:
-            if isinstance(p, DTensor) and isinstance(entry, Tensor) and entry.shape == p.shape:
-                return distribute_tensor(entry.to(p.device).contiguous(), p.device_mesh, p.placements)
-            return entry
-
-        entries = {i: {name: like(params[i], e) for name, e in of.items()} for i, of in state["state"].items()}
-        return {**state, "state": entries}
 
 
 class _Sum(torch.autograd.Function):
@@ -176,11 +182,14 @@ class _BatchNormOfAll(_BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return self._normalised(x.float()).to(x.dtype)
+
+    def _normalised(self, x: Tensor) -> Tensor:
         over = [0, *range(2, x.dim())]
         shape = [1, -1, *[1] * (x.dim() - 2)]
-        here = x.sum(over)
         count = x.new_tensor([x.numel() // x.size(1)])
-        summed = _sum(torch.cat([here, count]))
+        summed = _sum(torch.cat([x.sum(over), count]))
         seen = summed[-1]
         mean = summed[:-1] / seen
         centred = x - mean.view(shape)

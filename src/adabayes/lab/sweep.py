@@ -142,7 +142,9 @@ def attempt(
         return Outcome(spec, "running", str(error))
     except Exception as error:  # anything at all that an optimizer, a model or a disk comes up with
         message = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
-        folder.fail(message, traceback.format_exc())
+        ranks: Ranks | None = options.get("ranks")
+        if ranks is None or ranks.is_first:  # what others have to say may be only that the first is gone
+            folder.fail(message, traceback.format_exc())
         return Outcome(spec, "failed", message)
 
 

@@ -430,6 +430,7 @@ def _note_environment(folder: RunFolder, data: Data, ranks: Ranks) -> None:
                 f"{folder.path} was begun with other data ({last['data']}, now {now['data']}). For a text that is "
                 "Python's own library: go on with the same Python, or choose another --out."
             )
+        last.setdefault("processes", 1)
         changed = [key for key in ("torch", "threads", "processes", "adabayes") if last[key] != now[key]]
         if changed:
             what = ", ".join(f"{key} {last[key]} then, {now[key]} now" for key in changed)
