@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,9 +20,20 @@ TRAIN = ("train", "--optimizer", "adabayes", "--epochs", "3", "--checkpoint-ever
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(out: Path, kind: str, processes: int = 2) -> subprocess.Popen[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [*launch, "--max-restarts=3", "-m", "adabayes", *TRAIN, "--out", str(out), "--distributed", kind]
+def torchrun(out: Path, kind: str, *options: str, restarts: int = 3) -> subprocess.Popen[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [
+        *launch,
+        "--max-restarts=3",
+        "-m",
+        "adabayes",
+        *TRAIN,
+        "--out",
+        str(out),
+        "--distributed",
+        kind,
+        *options,
+    ]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ONE_THREAD)
 
@@ -90,6 +102,49 @@ def test_one_process_goes_on_where_several_were_killed(together: Path, tmp_path:
     ours, theirs = metrics(tmp_path), metrics(together)
     assert ours[0]["train_loss"] == pytest.approx(theirs[0]["train_loss"], rel=1e-4)
     assert ours[2]["train_loss"] == pytest.approx(theirs[2]["train_loss"], rel=0.05)
+
+
+def test_mixed_precision_and_one_process_after_fsdp2_with_kernels(together: Path, tmp_path: Path) -> None:
+    process = torchrun(tmp_path / "mixed", "ddp", "--autocast", "--epochs", "1")
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert metrics(tmp_path / "mixed")[0]["train_loss"] == pytest.approx(metrics(together)[0]["train_loss"], rel=0.05)
+
+    fused = ("--set", "fused=true")
+    process = torchrun(tmp_path / "fused", "fsdp2", *fused)
+    wait_for(tmp_path / "fused", "checkpoint-*.json", process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    done = adabayes(*TRAIN, *fused, "--out", tmp_path / "fused", env=ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    assert len(metrics(tmp_path / "fused")) == 3
+
+
+def test_the_reason_of_a_failure_is_that_of_the_first_process(tmp_path: Path) -> None:
+    assert adabayes(*TRAIN, "--epochs", "1", "--out", tmp_path, env=ONE_THREAD).returncode == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    (run / "result.json").unlink()
+    starts = json.loads((run / "environment.json").read_text(encoding="utf-8"))
+    starts[-1]["data"] = "another"
+    (run / "environment.json").write_text(json.dumps(starts), encoding="utf-8")
+    process = torchrun(tmp_path, "ddp", "--epochs", "1", restarts=0)
+    _, errors = process.communicate()
+    assert process.returncode != 0
+    assert "was begun with other data" in errors
+    assert "was begun with other data" in json.loads((run / "failed.json").read_text(encoding="utf-8"))["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*TRAIN, "--distributed", "ddp", "--compile"), "--compile does not go with --distributed"),
+        (("reproduce", "--address", "auto"), "--address auto is that of a Ray cluster: give --executor ray"),
+    ],
+)
+def test_what_does_not_go_together_is_said(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    done = adabayes(*arguments, "--out", tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr
 
 
 def test_without_torchrun_it_is_said_how(tmp_path: Path) -> None:
