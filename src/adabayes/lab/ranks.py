@@ -96,7 +96,10 @@ class Ranks:
     def scattered(self, state: Any, optimizer: torch.optim.Optimizer) -> Any:
         """An optimizer's state dict, as this process holds it: sharded, and laid out in memory, as the weights are."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        entries = {i: {name: _like(params[i], e) for name, e in of.items()} for i, of in state["state"].items()}
+        entries = {
+            i: {name: _like(params[i], e) for name, e in of.items()} if isinstance(of, dict) else of
+            for i, of in state["state"].items()  # in which IVON keeps numbers of its own as well
+        }
         return {**state, "state": entries}
 
 
