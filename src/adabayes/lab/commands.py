@@ -20,7 +20,6 @@ from typing_extensions import Self
 from adabayes.lab import data, files, protocol, results, sweep
 from adabayes.lab.display import Display, tracked
 from adabayes.lab.protocol import Protocol, ProtocolError, Spec
-from adabayes.lab.ranks import Ranks
 from adabayes.lab.store import folder_of
 from adabayes.lab.training import Interrupted
 
@@ -57,7 +56,9 @@ def train(args: argparse.Namespace) -> int:
         return _sweep(chosen, [spec], out, args)
     if args.compile:
         raise ProtocolError("--compile does not go with --distributed: leave one of them out")
-    with Ranks.join(args.distributed, args.device) as args.ranks:
+    from adabayes.lab import several  # which takes half a second to import
+
+    with several.join(args.distributed, args.device) as args.ranks:
         return _sweep(chosen, [spec], out, args) if args.ranks.is_first else _follow(spec, out, args)
 
 
