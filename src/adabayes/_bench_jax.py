@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adabayes.optax import adabayes, adabayes_fp  # isort: skip  # first, for it says what to install
 
@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+if TYPE_CHECKING:
+    from adabayes.bench import Step
+
 BASELINE = "optax.adamw"
-Step = tuple[Callable[[], Any], Callable[[], int]]
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     BASELINE: lambda: optax.adamw(1e-3, weight_decay=0.01),
@@ -25,9 +27,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
-def steps(
-    shapes: Sequence[tuple[int, ...]], names: Sequence[str]
-) -> dict[str, tuple[Callable[[], Any], Callable[[], int]]]:
+def steps(shapes: Sequence[tuple[int, ...]], names: Sequence[str]) -> dict[str, Step]:
     """Of each optimizer, what takes a step, and the bytes of its state."""
     random = np.random.default_rng(0)
     start = [jnp.asarray(random.standard_normal(shape, np.float32)) for shape in shapes]

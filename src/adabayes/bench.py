@@ -318,9 +318,7 @@ def _weights(workload: str) -> int:
     return sum(math.prod(shape) for shape in WORKLOADS[workload]())
 
 
-def _torch_steps(
-    shapes: list[tuple[int, ...]], names: Sequence[str]
-) -> dict[str, tuple[Callable[[], Any], Callable[[], int]]]:
+def _torch_steps(shapes: Shapes, names: Sequence[str]) -> dict[str, Step]:
     """Of each optimizer, what takes a step, and what tells the bytes of its state once it has taken one."""
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in shapes]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from adabayes import filtering
 from adabayes._bits import carry_of, key_of
+from adabayes._defaults import RATIO, usual_lr
 from adabayes._regimes import GOLDEN, QUANTILES, Regime, Regimes
 
 try:
@@ -43,8 +44,6 @@ __all__ = [
 
 Scalar = Any  # float | jax.Array
 Rate = Any  # float | jax.Array | optax.Schedule
-BASE_LR = 1e-3  # where the learning rate is a schedule, or traced
-RATIO = 100.0  # lr_sgd / lr in the paper
 _TINY = float(np.finfo(np.float32).tiny)
 
 
@@ -353,10 +352,8 @@ def _rates(learning_rate: Rate, base_lr: Scalar | None, lr_sgd: Scalar | None) -
     _check("base_lr", base_lr, 0, math.inf, above=True)
     _check("lr_sgd", lr_sgd, 0, math.inf, above=True)
     if base_lr is None:
-        if isinstance(learning_rate, int | float) and learning_rate > 0:
-            base_lr = float(learning_rate)
-        else:
-            base_lr = BASE_LR if lr_sgd is None else lr_sgd / RATIO
+        known = isinstance(learning_rate, int | float) and learning_rate > 0
+        base_lr = float(learning_rate) if known else usual_lr(lr_sgd)
     return base_lr, RATIO * base_lr if lr_sgd is None else lr_sgd
 
 

@@ -17,10 +17,10 @@ from torch.optim.optimizer import (
     _use_grad_for_differentiable,
 )
 
+from adabayes._defaults import USUAL_LR
+
 Group = dict[str, Any]
 Scalar = float | Tensor
-
-USUAL_LR = 1e-3
 
 # Named differently in older versions of torch; the old name warns in later ones.
 if hasattr(Optimizer, "_accelerator_graph_capture_health_check"):

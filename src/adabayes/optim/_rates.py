@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from adabayes import kernels
-from adabayes.optim._base import USUAL_LR, BaseOptimizer, Group, as_float, check_choice, check_range, local
+from adabayes._defaults import RATIO, usual_lr
+from adabayes.optim._base import BaseOptimizer, Group, as_float, check_choice, check_range, local
 from adabayes.optim._rounding import Rounding
-
-RATIO = 100.0  # lr_sgd / lr in the paper
 
 
 class TwoRateOptimizer(BaseOptimizer):
@@ -44,8 +43,7 @@ class TwoRateOptimizer(BaseOptimizer):
         return float(RATIO * base_lr if lr_sgd is None else lr_sgd * (base_lr / self.defaults["base_lr"]))
 
     def _base_lr(self, group: Group) -> float:
-        lr_sgd = group.get("lr_sgd")
-        return as_float(group["lr"]) or (USUAL_LR if lr_sgd is None else lr_sgd / RATIO)
+        return as_float(group["lr"]) or float(usual_lr(group.get("lr_sgd")))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         lacking = [group for group in state["param_groups"] if group.get("lr_sgd") is None]
