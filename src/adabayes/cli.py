@@ -135,6 +135,7 @@ if nothing had happened, bit for bit. Results are in --out: results.csv, results
     reproduce.add_argument(
         "--dry-run", action="store_true", help="list the runs and estimate their time; train nothing"
     )
+    reproduce.set_defaults(ranks=None)
     _add_training(reproduce)
     _add_tensorboard(reproduce)
 
@@ -153,7 +154,7 @@ On several devices, with the same batches and the same metrics but for rounding,
     )
     _add_protocol(train)
     train.add_argument("--optimizer", required=True, metavar="NAME", help="one of the protocol's, as adabayes or sgd")
-    train.set_defaults(jobs=1, executor="local")
+    train.set_defaults(jobs=1, executor="local", address=None, ranks=None)
     train.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
     train.add_argument(
         "--set", action="append", metavar="NAME=VALUE", help="a setting of the optimizer; may be repeated"
@@ -177,6 +178,7 @@ sensitive each optimizer is. The same command goes on where it was stopped; a la
     _add_protocol(tune)
     tune.add_argument("--optimizers", type=_names, metavar="A,B,...", help="of the protocol's (default: all)")
     tune.add_argument("--budget", type=int, required=True, metavar="N", help="trials of each optimizer")
+    tune.set_defaults(executor="local")
     _add_training(tune)
 
     report = _command(

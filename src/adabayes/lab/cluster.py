@@ -13,19 +13,20 @@ import socket
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from adabayes.lab import data, sweep
+from adabayes.lab import sweep
+from adabayes.lab.data import Data
 from adabayes.lab.display import Display
 from adabayes.lab.files import DataError
 from adabayes.lab.protocol import Spec
 from adabayes.lab.store import folder_of
-from adabayes.lab.sweep import Outcome, Stop
-from adabayes.lab.training import CHECKPOINT_SECONDS, Interrupted, Progress
+from adabayes.lab.sweep import Options, Outcome, Stop
+from adabayes.lab.training import Interrupted, Progress
 
 try:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -46,9 +47,7 @@ def run(
     out: Path,
     display: Display,
     stop: Stop,
-    data_folder: Path | None = None,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
-    tensorboard: bool = False,
+    options: Options,
     address: str | None = None,
     cpus: float = 1.0,
     gpus: float = 0.0,
@@ -62,9 +61,9 @@ def run(
         raise ConnectionError(f"there is no Ray cluster at {address}: {str(error).splitlines()[0]}") from error
     stop.on_signals()  # which ray.init has taken
     try:
-        return _Cluster(specs, out.resolve(), display, stop).run(
-            str(data_folder.resolve()) if data_folder else None, checkpoint_seconds, tensorboard, cpus, gpus
-        )
+        if options.data_folder:
+            options = replace(options, data_folder=options.data_folder.resolve())
+        return _Cluster(specs, out.resolve(), display, stop).run(options, cpus, gpus)
     finally:
         ray.shutdown()
 
@@ -89,10 +88,8 @@ class _Cluster:
         self.told_to_stop = False
         self.by_folder = {spec.folder: spec for spec in specs}
 
-    def run(
-        self, data_folder: str | None, checkpoint_seconds: float, tensorboard: bool, cpus: float, gpus: float
-    ) -> list[Outcome]:
-        sweep.prepare(self.specs, self.out, tensorboard)
+    def run(self, options: Options, cpus: float, gpus: float) -> list[Outcome]:
+        sweep.prepare(self.specs, self.out, options.tensorboard)
         nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         offers = [node["Resources"] for node in nodes if node["Alive"]]
         if not any(offer.get("CPU", 0) >= cpus and offer.get("GPU", 0) >= gpus for offer in offers):
@@ -108,8 +105,7 @@ class _Cluster:
                 outcomes[spec.folder] = self._ended(Outcome(spec, result["status"], is_new=False))
                 continue
             work = ray.remote(_work).options(num_cpus=cpus, num_gpus=gpus, max_retries=_RETRIES, name=str(spec))
-            options = (str(self.out), self.board, data_folder, checkpoint_seconds, tensorboard, max(1, int(cpus)))
-            tasks[work.remote(asdict(spec), *options)] = spec
+            tasks[work.remote(spec, self.out, self.board, options, max(1, int(cpus)))] = spec
         while tasks:
             done, _ = ray.wait(list(tasks), timeout=0.2)
             self._show()
@@ -182,18 +178,9 @@ class _Board:
         self._stopping = True
 
 
-def _work(
-    entry: dict[str, Any],
-    out: str,
-    board: Any,
-    data_folder: str | None,
-    checkpoint_seconds: float,
-    tensorboard: bool,
-    threads: int,
-) -> tuple[str, str | None]:
+def _work(spec: Spec, out: Path, board: Any, options: Options, threads: int) -> tuple[str, str | None]:
     """One run, on whatever node this is: how it ended, and why."""
-    spec = Spec(**entry)
-    folder = folder_of(spec, Path(out))
+    folder = folder_of(spec, out)
     stop = Stop()
 
     def tell(what: Any) -> None:
@@ -202,20 +189,19 @@ def _work(
         except RayError:  # whoever started this is gone
             stop.requested = True
 
-    def load() -> data.Data:
-        if not (Path(out) / "sweep.json").exists():
+    def load() -> Data:
+        if not (out / "sweep.json").exists():
             raise DataError(f"{out} is not there on {platform.node()}: --out must be a folder that all nodes share")
-        return data.load(spec.dataset, Path(data_folder) if data_folder else None)
+        return options.load(spec.dataset)
 
     tell(None)
     torch.set_num_threads(threads)
     warnings.simplefilter("always", UserWarning)
     warnings.showwarning = lambda message, *_: tell(str(message))
-    options: dict[str, Any] = {"checkpoint_seconds": checkpoint_seconds, "tensorboard": tensorboard}
     began = time.monotonic()
     while True:
         try:
-            outcome = sweep.attempt(spec, folder, load, stop, report=tell, **options)
+            outcome = sweep.attempt(spec, folder, load, stop, report=tell, **options.of_training)
         except Interrupted:
             return "interrupted", None
         if outcome.status != "running" or time.monotonic() - began > _PATIENCE:

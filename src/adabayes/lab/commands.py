@@ -242,7 +242,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "compile": args.compile,
         "channels_last": not args.no_channels_last,
     }
-    if getattr(args, "executor", "local") == "ray":
+    if args.executor == "ray":
         return options  # the device is that of the nodes
     try:
         torch.empty(0, device=args.device)
@@ -279,15 +279,7 @@ def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namesp
     _write(chosen, specs, out, args)  # so that a report can be made meanwhile
     try:
         with Display(len(specs), sum(spec.epochs for spec in specs)) as display:
-            outcomes = run(
-                specs,
-                out,
-                display,
-                stop,
-                data_folder=args.data,
-                checkpoint_seconds=args.checkpoint_every,
-                tensorboard=args.tensorboard,
-            )
+            outcomes = run(specs, out, display, stop, _of_runs(args))
     except (Interrupted, KeyboardInterrupt):
         _write(chosen, specs, out, args)
         return _stopped(args)
@@ -306,9 +298,10 @@ def _follow(spec: Spec, out: Path, args: argparse.Namespace) -> int:
     """Train as one of several processes, of which the first writes and shows."""
     stop = sweep.Stop()
     stop.on_signals()
-    options = {"checkpoint_seconds": args.checkpoint_every, "ranks": args.ranks}
+    options = _of_runs(args)
+    load = partial(options.load, spec.dataset)
     try:
-        outcome = sweep.attempt(spec, folder_of(spec, out), lambda: data.load(spec.dataset, args.data), stop, **options)
+        outcome = sweep.attempt(spec, folder_of(spec, out), load, stop, args.ranks, **options.of_training)
     except Interrupted:
         return 130
     if outcome.status == "failed":
@@ -317,14 +310,18 @@ def _follow(spec: Spec, out: Path, args: argparse.Namespace) -> int:
     return 0
 
 
+def _of_runs(args: argparse.Namespace) -> sweep.Options:
+    return sweep.Options(args.data, args.checkpoint_every, args.tensorboard)
+
+
 def _executor(args: argparse.Namespace) -> Callable[..., list[sweep.Outcome]]:
     """What runs the runs."""
     if args.jobs < 1:
         raise ProtocolError(f"--jobs {args.jobs}: there must be at least one run at a time")
     if args.executor == "local":
-        if getattr(args, "address", None):
+        if args.address:
             raise ProtocolError(f"--address {args.address} is that of a Ray cluster: give --executor ray as well")
-        return partial(sweep.run, jobs=args.jobs, ranks=getattr(args, "ranks", None))
+        return partial(sweep.run, jobs=args.jobs, ranks=args.ranks)
     if args.cpus_per_run <= 0 or args.gpus_per_run < 0:
         raise ProtocolError(
             f"--cpus-per-run {args.cpus_per_run:g} must be above 0, --gpus-per-run {args.gpus_per_run:g} at least 0"

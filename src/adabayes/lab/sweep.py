@@ -27,7 +27,7 @@ from adabayes.lab.ranks import Ranks
 from adabayes.lab.store import Busy, RunFolder, exclusive, folder_of, read_json, spec_from, write_atomically
 from adabayes.lab.training import Interrupted, Progress
 
-__all__ = ["Outcome", "Stop", "attempt", "estimate", "noted", "prepare", "run"]
+__all__ = ["Options", "Outcome", "Stop", "attempt", "estimate", "noted", "prepare", "run"]
 
 
 @dataclass(frozen=True)
@@ -59,27 +59,42 @@ class Stop:
         return self.requested
 
 
+@dataclass(frozen=True)
+class Options:
+    """How to run, wherever it is; none of it changes what comes out."""
+
+    data_folder: Path | None = None
+    checkpoint_seconds: float = training.CHECKPOINT_SECONDS
+    tensorboard: bool = False
+
+    def load(self, dataset: str) -> Data:
+        return data.load(dataset, self.data_folder)
+
+    @property
+    def of_training(self) -> dict[str, Any]:
+        """Those that :func:`attempt` hands on."""
+        return {"checkpoint_seconds": self.checkpoint_seconds, "tensorboard": self.tensorboard}
+
+
 def run(
     specs: Sequence[Spec],
     out: Path,
     display: Display,
     stop: Stop,
-    data_folder: Path | None = None,
+    options: Options = Options(),  # noqa: B008  (frozen)
     jobs: int = 1,
-    checkpoint_seconds: float = training.CHECKPOINT_SECONDS,
-    tensorboard: bool = False,
     ranks: Ranks | None = None,
 ) -> list[Outcome]:
     """Do what is not done yet; with ``ranks``, each in several processes. Raises :class:`Interrupted` when stopped."""
-    prepare(specs, out, tensorboard)
+    prepare(specs, out, options.tensorboard)
     if jobs > 1:
-        return _run_in_processes(specs, out, display, stop, data_folder, jobs, checkpoint_seconds, tensorboard)
+        return _run_in_processes(specs, out, display, stop, options, jobs)
     loaded: dict[str, Data] = {}
 
     def load(name: str) -> Data:
         if name not in loaded:
             loaded.clear()  # one at a time: they are large
-            loaded[name] = data.load(name, data_folder)
+            loaded[name] = options.load(name)
         return loaded[name]
 
     def one(spec: Spec) -> Outcome:
@@ -92,10 +107,9 @@ def run(
                 folder_of(spec, out),
                 lambda: load(spec.dataset),
                 stop,
+                ranks,
                 report=lambda progress: display.progressed(spec, progress),
-                checkpoint_seconds=checkpoint_seconds,
-                tensorboard=tensorboard,
-                ranks=ranks,
+                **options.of_training,
             )
         display.ended(spec, outcome)
         return outcome
@@ -129,20 +143,20 @@ def attempt(
     folder: RunFolder,
     load: Callable[[], Data],
     stop: Stop,
+    ranks: Ranks | None = None,
     **options: Any,
 ) -> Outcome:
     """One run, with the options of ``train``; what goes wrong is noted in its folder, and no reason to stop others."""
     try:
         if result := folder.read("result.json"):
             return Outcome(spec, result["status"], is_new=False)
-        return Outcome(spec, training.train(spec, folder, load(), should_stop=stop, **options))
+        return Outcome(spec, training.train(spec, folder, load(), ranks, should_stop=stop, **options))
     except Interrupted:
         raise
     except Busy as error:
         return Outcome(spec, "running", str(error))
     except Exception as error:  # anything at all that an optimizer, a model or a disk comes up with
         message = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
-        ranks: Ranks | None = options.get("ranks")
         if ranks is None or ranks.is_first:  # what others have to say may be only that the first is gone
             folder.fail(message, traceback.format_exc())
         return Outcome(spec, "failed", message)
@@ -153,10 +167,8 @@ def _run_in_processes(
     out: Path,
     display: Display,
     stop: Stop,
-    data_folder: Path | None,
+    options: Options,
     jobs: int,
-    checkpoint_seconds: float,
-    tensorboard: bool,
 ) -> list[Outcome]:
     """A process for each run, ``jobs`` at a time, the cores shared out among them."""
     threads = max(1, torch.get_num_threads() // jobs)
@@ -186,9 +198,9 @@ def _run_in_processes(
         except OSError as error:
             return Outcome(spec, "failed", str(error))
         command = [sys.executable, "-m", "adabayes.lab.worker", str(folder.path), "--threads", str(threads)]
-        command += ["--checkpoint-every", str(checkpoint_seconds)]
-        command += ["--data", str(data_folder)] if data_folder else []
-        command += ["--tensorboard"] if tensorboard else []
+        command += ["--checkpoint-every", str(options.checkpoint_seconds)]
+        command += ["--data", str(options.data_folder)] if options.data_folder else []
+        command += ["--tensorboard"] if options.tensorboard else []
         with lock:
             display.started(spec)
         outcome = None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from adabayes.lab import data, sweep
+from adabayes.lab import sweep
 from adabayes.lab.store import RunFolder
 from adabayes.lab.training import Interrupted
 
@@ -33,6 +33,7 @@ def main() -> None:
     folder = RunFolder(args.folder)
     spec = folder.spec()
     assert spec is not None
+    options = sweep.Options(args.data, args.checkpoint_every, args.tensorboard)
     stop = sweep.Stop()
     stop.on_signals()
 
@@ -49,11 +50,10 @@ def main() -> None:
         outcome = sweep.attempt(
             spec,
             folder,
-            lambda: data.load(spec.dataset, args.data),
+            lambda: options.load(spec.dataset),
             stop,
             report=lambda progress: tell(asdict(progress)),
-            checkpoint_seconds=args.checkpoint_every,
-            tensorboard=args.tensorboard,
+            **options.of_training,
         )
     except Interrupted:
         sys.exit(130)
