@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from adabayes.optim import AdaBayes, AdaBayesFP, AdaBound
+    from adabayes.optim import AdaBayes, AdaBayesFP, AdaBound, param_groups
 
-__all__ = ["AdaBayes", "AdaBayesFP", "AdaBound", "__version__"]
+__all__ = ["AdaBayes", "AdaBayesFP", "AdaBound", "__version__", "param_groups"]
 __version__ = "0.1.0"
 
 
