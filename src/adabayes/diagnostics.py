@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from adabayes._check import check
 from adabayes._regimes import GOLDEN, QUANTILES, Regime, Regimes
 from adabayes.filtering import drift, fixed_point
 from adabayes.optim._base import local, real_views
-from adabayes.optim._rates import TwoRateOptimizer
+from adabayes.optim._rates import TwoRateOptimizer, two_rates
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -38,6 +39,7 @@ __all__ = [
     "Points",
     "Regime",
     "Regimes",
+    "check",
     "draw_rates",
     "memory_plan",
     "regimes",
@@ -53,17 +55,17 @@ def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) ->
         optimizer: its parameters without state (no gradient yet) are left out.
         model: where to take the names of parameters from; or make the optimizer with ``named_parameters()``.
     """
-    two_rates = _two_rates(optimizer)
+    optimizer = two_rates(optimizer)
     rows: list[Regime] = []
     samples: list[tuple[Tensor, float]] = []  # effective learning rates, and how many weights each stands for
-    for name, p, group in _named(two_rates, model):
-        gain = local(two_rates._relative_gain(group, two_rates._own_state[p])).flatten()
+    for name, p, group in _named(optimizer, model):
+        gain = local(optimizer._relative_gain(group, optimizer._own_state[p])).flatten()
         count = gain.numel()
         if count == 0:
             continue
         sgd_like = torch.count_nonzero(gain * GOLDEN >= 1).item() / count
         adam_like = torch.count_nonzero(gain * GOLDEN < 1).item() / count
-        lr_sgd = group["lr_sgd"] * two_rates._schedule(group)
+        lr_sgd = group["lr_sgd"] * optimizer._schedule(group)
         sample = gain[:: -(-count // _SAMPLE)].double() * lr_sgd
         samples.append((sample, count / sample.numel()))
         rows.append(Regime(name, count, sgd_like, adam_like, _quantiles([samples[-1]]), lr_sgd))
@@ -120,13 +122,13 @@ class Observer:
             raise ValueError(f"Invalid per_tensor: {per_tensor}. It must be at least 1.")
         if beta2 is not None and not 0 <= beta2 < 1:
             raise ValueError(f"Invalid beta2: {beta2}. It must be at least 0 and below 1.")
-        self._optimizer = _two_rates(optimizer)
+        self._optimizer = two_rates(optimizer)
         self._model = model
         self._per_tensor = per_tensor
         self._beta2 = beta2
         self._generator = torch.Generator().manual_seed(seed)
         self._tracked: dict[Tensor, _Tracked] = {}
-        self._hook = optimizer.register_step_post_hook(self._observe)
+        self._hook = self._optimizer.register_step_post_hook(self._observe)
 
     def close(self) -> None:
         """Stop following; what was seen stays."""
@@ -321,15 +323,6 @@ def _memory(group: dict[str, Any]) -> float:
     if "dynamics" not in group:
         return float(group["betas"][1])
     return math.exp(-2 * drift(group["base_lr"], group["lr_sgd"], group["batch_size"]))
-
-
-def _two_rates(optimizer: torch.optim.Optimizer) -> TwoRateOptimizer:
-    if not isinstance(optimizer, TwoRateOptimizer):
-        raise TypeError(
-            f"{type(optimizer).__name__} has one learning rate, so its weights have no regimes: "
-            "diagnostics take an AdaBayes or an AdaBayesFP"
-        )
-    return optimizer
 
 
 def _named(optimizer: TwoRateOptimizer, model: nn.Module | None) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from adabayes import filtering
 from adabayes._bits import carry_of, key_of
-from adabayes._defaults import RATIO, usual_lr
+from adabayes._defaults import RATIO, usual_lr, warn_if_papers, warn_if_swapped
 from adabayes._regimes import GOLDEN, QUANTILES, Regime, Regimes
 
 try:
@@ -312,13 +312,15 @@ def _gains(
 def _chain(
     scaled: optax.GradientTransformation, learning_rate: Rate, weight_decay: Scalar, mask: Any
 ) -> optax.GradientTransformation:
-    weight_decay = _number(weight_decay)
+    learning_rate, weight_decay = map(_number, (learning_rate, weight_decay))
     _check("weight_decay", weight_decay, 0, math.inf)
+    if isinstance(learning_rate, int | float) and isinstance(weight_decay, int | float):
+        warn_if_papers(learning_rate, weight_decay)
     links = [scaled]
     if not (isinstance(weight_decay, int | float) and weight_decay == 0):
         decay = optax.stateless(lambda updates, params: _decayed(updates, params, weight_decay))
         links.append(decay if mask is None else optax.masked(decay, mask))
-    return optax.chain(*links, _of_weights(optax.scale_by_learning_rate(_number(learning_rate))))
+    return optax.chain(*links, _of_weights(optax.scale_by_learning_rate(learning_rate)))
 
 
 def _of_weights(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -354,7 +356,11 @@ def _rates(learning_rate: Rate, base_lr: Scalar | None, lr_sgd: Scalar | None) -
     if base_lr is None:
         known = isinstance(learning_rate, int | float) and learning_rate > 0
         base_lr = float(learning_rate) if known else usual_lr(lr_sgd)
-    return base_lr, RATIO * base_lr if lr_sgd is None else lr_sgd
+    if lr_sgd is None:
+        lr_sgd = RATIO * base_lr
+    if isinstance(base_lr, int | float) and isinstance(lr_sgd, int | float):
+        warn_if_swapped(base_lr, lr_sgd)
+    return base_lr, lr_sgd
 
 
 def _number(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Sequence
 from itertools import repeat
 from operator import is_
@@ -12,9 +13,22 @@ import torch
 from torch import Tensor
 
 from adabayes import kernels
-from adabayes._defaults import RATIO, usual_lr
+from adabayes._defaults import RATIO, usual_lr, warn_if_papers, warn_if_swapped
 from adabayes.optim._base import BaseOptimizer, Group, as_float, check_choice, check_range, local
 from adabayes.optim._rounding import Rounding
+
+# What AdamW's groups have in common with ours; its momentum as well
+_OF_ADAMW = ("params", "param_names", "lr", "initial_lr", "weight_decay", "maximize")
+
+# What people bring along from other optimizers
+_INSTEAD = {
+    "betas": "It has beta1, the first of them; in place of the second, the filter has a memory of its own.",
+    "beta2": "The filter has a memory of its own in its place.",
+    "eps": "Its place is taken by lr / lr_sgd, the gradient at which SGD gives way to Adam.",
+    "amsgrad": "There is no such variant of it; AdaBound has one, amsbound=True.",
+    "momentum": "Give lr_sgd = lr / (1 - momentum) of SGD's; the average over past gradients is beta1 or betas[0].",
+    "weight_drift": "Give weight_decay = weight_drift / lr.",
+}
 
 
 class TwoRateOptimizer(BaseOptimizer):
@@ -22,6 +36,15 @@ class TwoRateOptimizer(BaseOptimizer):
 
     _buffers: ClassVar[tuple[str, str]]
     _kernel: ClassVar[str]
+
+    def __new__(cls, *_: Any, **given: Any) -> Any:
+        """Say what takes the place of AdamW's and SGD's arguments that there are not, before Python only names them."""
+        taken = inspect.signature(cls.__init__).parameters
+        unknown = [name for name in given if name not in taken]
+        if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+            hints = " ".join(_INSTEAD[name] for name in unknown if name in _INSTEAD)
+            raise TypeError(f"{cls.__name__} takes no {' and no '.join(unknown)}. {hints}".rstrip())
+        return super().__new__(cls)
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._plans: dict[int, kernels.Plan] = {}
@@ -35,6 +58,9 @@ class TwoRateOptimizer(BaseOptimizer):
         super()._complete_group(group)
         if group.get("lr_sgd") is None:
             group["lr_sgd"] = self._default_lr_sgd(group)
+        given = {**self.defaults, **group}
+        warn_if_swapped(given["base_lr"], given["lr_sgd"])
+        warn_if_papers(given["base_lr"], given["weight_decay"])
 
     def _default_lr_sgd(self, group: Group) -> float:
         """For a group that does not state its own: in the proportion that the defaults have, or the paper's."""
@@ -87,6 +113,62 @@ class TwoRateOptimizer(BaseOptimizer):
         if dtype != torch.float32:
             raise ValueError(f"state_dtype=torch.bfloat16 is for fp32, bf16 and fp16 parameters, not for {p.dtype}")
         return torch.bfloat16
+
+    @torch.no_grad()
+    def from_adamw(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state dict of a ``torch.optim.AdamW`` (or Adam) as one of this optimizer, to go on from there.
+
+        What both have (the learning rate, where its schedule was, ``weight_decay``, ``maximize``, momentum) is AdamW's;
+        what only this optimizer has is as it was made, with ``lr_sgd`` in proportion to ``lr``. The average of squared
+        gradients is what AdaBayes-FP needs; for AdaBayes, the gain is put at its fixed point. AMSGrad's maximum is left
+        behind. Adam's L2 penalty becomes decoupled decay, which is another thing at the same number.
+
+        Examples:
+            >>> from adabayes import AdaBayes
+            >>> w = torch.ones(3)
+            >>> adamw = torch.optim.AdamW([w], lr=1e-3)
+            >>> w.grad = torch.tensor([0.0, 0.1, 1.0])
+            >>> adamw.step()
+            >>> optimizer = AdaBayes([w], lr=1e-3, lr_sgd=0.1, batch_size=128)
+            >>> optimizer.load_state_dict(optimizer.from_adamw(adamw.state_dict()))
+            >>> optimizer.effective_lr(w)
+            tensor([0.1000, 0.0095, 0.0010])
+        """
+        saved = state_dict["param_groups"]
+        theirs_, ours_ = ([len(group["params"]) for group in groups] for groups in (saved, self.param_groups))
+        if theirs_ != ours_:
+            raise ValueError(
+                f"the state dict has groups of {theirs_} parameters, this optimizer of {ours_}: make it with the same "
+                "groups as AdamW was made with"
+            )
+        groups, states = [], {}
+        for theirs, ours in zip(saved, self.param_groups):
+            base_lr = as_float(theirs.get("initial_lr", theirs["lr"])) or ours["base_lr"]
+            shared = {name: theirs[name] for name in _OF_ADAMW if name in theirs}
+            group = {
+                **{name: value for name, value in ours.items() if name != "params"},
+                **shared,
+                "betas": tuple(theirs["betas"][: self._betas]),
+                "base_lr": base_lr,
+                "lr_sgd": ours["lr_sgd"] * (base_lr / ours["base_lr"]),
+            }
+            groups.append(group)
+            for i in theirs["params"]:
+                if state := state_dict["state"].get(i):
+                    if "exp_avg_sq" not in state:
+                        raise ValueError(
+                            f"the state of parameter {i} has {sorted(state)}, no exp_avg_sq: it is not that of an AdamW"
+                        )
+                    states[i] = self._warm_state(state, group, theirs["betas"][1])
+        return {"state": states, "param_groups": groups}
+
+    def _advice(self, state: dict[str, Any]) -> str:
+        is_adamw = "exp_avg_sq" in state
+        return "To go on from AdamW's, load optimizer.from_adamw(state_dict) instead. " if is_adamw else ""
+
+    def _warm_state(self, adamw: dict[str, Any], group: Group, beta2: float) -> dict[str, Any]:
+        """The state of a parameter, from AdamW's."""
+        raise NotImplementedError
 
     def _rounding(self, group: Group, params: list[Tensor]) -> Rounding | None:
         """What stochastic rounding needs to know, if there is any to be done."""
@@ -183,6 +265,19 @@ class TwoRateOptimizer(BaseOptimizer):
     def _schedule(group: Group) -> float:
         schedule: float = as_float(group["lr"]) / group["base_lr"]
         return schedule
+
+
+def two_rates(optimizer: Any) -> TwoRateOptimizer:
+    """The optimizer itself, also where a trainer has wrapped it."""
+    inner = optimizer
+    while not isinstance(inner, TwoRateOptimizer) and hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    if not isinstance(inner, TwoRateOptimizer):
+        raise TypeError(
+            f"{type(inner).__name__} has one learning rate, so its weights have no regimes: "
+            "diagnostics take an AdaBayes or an AdaBayesFP"
+        )
+    return inner
 
 
 def _dtype_name(dtype: Any) -> str | None:

@@ -234,6 +234,21 @@ class AdaBayes(TwoRateOptimizer):
                 plan.asleep[i] = self._sleepers.known(plan.seconds[i])
             plan.drowsy = [i for i in plan.drowsy if plan.asleep[i] is not False]
 
+    def _warm_state(self, adamw: dict[str, Any], group: Group, beta2: float) -> dict[str, Any]:
+        exp_avg, square = real_views(adamw["exp_avg"], adamw["exp_avg_sq"])
+        mean_square = square.double() / ((1 - beta2 ** as_float(adamw["step"])) or 1.0)
+        to_mean = 1.0 if group["reduction"] == "mean" else 1 / group["batch_size"]
+        gain = fixed_point(to_mean**2 * mean_square, group["base_lr"], group["lr_sgd"])
+        if group["dynamics"] == "paper":
+            gain = gain * (self._schedule(group) or 1.0)
+        gain = gain.masked_fill((square == 0) & (exp_avg == 0), 0)  # no gradient yet
+        gain = gain.to(torch.promote_types(square.dtype, torch.float32))
+        return {
+            "step": adamw["step"],
+            "exp_avg": adamw["exp_avg"],
+            "gain": torch.view_as_complex(gain) if adamw["exp_avg"].is_complex() else gain,
+        }
+
     def _relative_gain(self, group: Group, state: dict[str, Any]) -> Tensor:
         (gain,) = real_views(state["gain"])
         schedule = self._schedule(group)

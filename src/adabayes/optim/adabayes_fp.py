@@ -178,6 +178,9 @@ class AdaBayesFP(TwoRateOptimizer):
         eps: float = group["base_lr"] / group["lr_sgd"]
         return eps * group["batch_size"] if group["reduction"] == "sum" else eps
 
+    def _warm_state(self, adamw: dict[str, Any], group: Group, beta2: float) -> dict[str, Any]:
+        return {name: adamw[name] for name in ("step", *self._buffers)}
+
     def _relative_gain(self, group: Group, state: dict[str, Any]) -> Tensor:
         (exp_avg_sq,) = real_views(state["exp_avg_sq"])
         mean_square = exp_avg_sq / (1 - group["betas"][1] ** state["step"].item())
