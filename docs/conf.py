@@ -30,7 +30,7 @@ html_theme = "furo"
 html_title = "AdaBayes"
 html_math_renderer = "mathml"
 html_copy_source = False
-html_show_sphinx = False
+html_show_copyright = html_show_sphinx = False
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style = "friendly"
 pygments_dark_style = "monokai"

@@ -96,6 +96,7 @@ def test_fp_is_adamw_at_infinite_lr_sgd(
     np.testing.assert_allclose(path(fp, gradients), path(adamw, gradients), rtol=1e-11, atol=1e-12 * lr)
 
 
+@pytest.mark.filterwarnings("ignore:lr_sgd=.* is below lr")
 @settings(deadline=None)
 @given(st.floats(1e-4, 1e2), betas, betas, seeds, st.floats(1e-8, 1e8))
 def test_fp_is_sgd_at_infinite_lr(lr_sgd: float, beta1: float, beta2: float, seed: int, scale: float) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import is_
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from adabayes import kernels
 from adabayes._defaults import RATIO, usual_lr, warn_if_papers, warn_if_swapped
 from adabayes.optim._base import BaseOptimizer, Group, as_float, check_choice, check_range, local
 from adabayes.optim._rounding import Rounding
+
+P = ParamSpec("P")
 
 # What AdamW's groups have in common with ours; its momentum as well
 _OF_ADAMW = ("params", "param_names", "lr", "initial_lr", "weight_decay", "maximize")
@@ -31,20 +34,26 @@ _INSTEAD = {
 }
 
 
+def explains_unknown(init: Callable[P, None]) -> Callable[P, None]:
+    """Make a constructor say what takes the place of other optimizers' arguments, where Python only names them."""
+    taken = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def explained(*args: P.args, **given: P.kwargs) -> None:
+        unknown = [name for name in given if name not in taken]
+        if unknown:
+            hints = " ".join(_INSTEAD[name] for name in unknown if name in _INSTEAD)
+            raise TypeError(f"{type(args[0]).__name__} takes no {' and no '.join(unknown)}. {hints}".rstrip())
+        init(*args, **given)
+
+    return explained
+
+
 class TwoRateOptimizer(BaseOptimizer):
     """Resolves ``lr_sgd`` of each group, which goes with its base learning rate; takes fused steps where it can."""
 
     _buffers: ClassVar[tuple[str, str]]
     _kernel: ClassVar[str]
-
-    def __new__(cls, *_: Any, **given: Any) -> Any:
-        """Say what takes the place of AdamW's and SGD's arguments that there are not, before Python only names them."""
-        taken = inspect.signature(cls.__init__).parameters
-        unknown = [name for name in given if name not in taken]
-        if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
-            hints = " ".join(_INSTEAD[name] for name in unknown if name in _INSTEAD)
-            raise TypeError(f"{cls.__name__} takes no {' and no '.join(unknown)}. {hints}".rstrip())
-        return super().__new__(cls)
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._plans: dict[int, kernels.Plan] = {}

@@ -31,7 +31,7 @@ from adabayes.optim._base import (
     step_value,
     uniform_runs,
 )
-from adabayes.optim._rates import TwoRateOptimizer
+from adabayes.optim._rates import TwoRateOptimizer, explains_unknown
 from adabayes.optim._rounding import Rounding, keys_of, store_, store_all_, widened
 
 __all__ = ["AdaBayes", "adabayes"]
@@ -106,6 +106,7 @@ class AdaBayes(TwoRateOptimizer):
     _betas = 1
     _kernel = "adabayes_step"
 
+    @explains_unknown
     def __init__(
         self,
         params: ParamsT,

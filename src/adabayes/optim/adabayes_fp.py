@@ -26,7 +26,7 @@ from adabayes.optim._base import (
     step_value,
     uniform_runs,
 )
-from adabayes.optim._rates import TwoRateOptimizer
+from adabayes.optim._rates import TwoRateOptimizer, explains_unknown
 from adabayes.optim._rounding import Rounding, keys_of, store_, store_all_, widened
 
 __all__ = ["AdaBayesFP", "adabayes_fp"]
@@ -86,6 +86,7 @@ class AdaBayesFP(TwoRateOptimizer):
     _buffers = ("exp_avg", "exp_avg_sq")
     _kernel = "adabayes_fp_step"
 
+    @explains_unknown
     def __init__(
         self,
         params: ParamsT,
