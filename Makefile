@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: bench bench-lab browser demo test test-long test-versions sanitize lint clean
+.PHONY: bench bench-lab browser demo docs test test-long test-versions sanitize lint clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## the paper's nine optimizers on handwritten digits, to a table
@@ -15,6 +15,10 @@ test: $(READY) browser  ## everything that must hold, in 13 minutes on 2 cores
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+docs: $(READY)  ## the site: build/docs/index.html
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+	@echo "The site: build/docs/index.html"
 
 browser:  # for the tests of pages: Debian's Chromium, if it is not there and can be had
 	@command -v chromium || command -v google-chrome || (apt-get update -qq && apt-get install -y -qq chromium) >/dev/null 2>&1 \

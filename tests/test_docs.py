@@ -33,6 +33,19 @@ def test_links_between_files_lead_somewhere(document: Path) -> None:
         assert (document.parent / target).exists(), f"{document.name} links to {target}, which does not exist"
 
 
+def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", ROOT / "docs", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.html")}
+    assert {path.stem for path in DOCUMENTS if path.parent.name == "docs"} < set(pages)
+    for name, page in pages.items():
+        assert not re.findall(r'(?:src|<link[^>]*href)="(?:https?:)?//', page), name
+    assert "<math" in pages["api"]
+    for object_ in ("adabayes.AdaBayes", "adabayes.optax.adabayes", "adabayes.filtering.predict"):
+        assert f'id="{object_}"' in pages["api"]
+
+
 def test_the_table_of_what_fits_is_what_is_calculated() -> None:
     rows = re.findall(
         r"^\| (\d+) B \| (\w+) \| (.*) \|$", (ROOT / "docs" / "cluster.md").read_text("utf-8"), re.MULTILINE

@@ -152,6 +152,11 @@ def test_a_file_can_extend_a_protocol_and_name_any_optimizer(tmp_path: Path) -> 
         ("extends = 'quick'\n[schedule]\nkind = 'linear'", "unknown schedule 'linear'.*constant, step, cosine"),
         ("extends = 'quick'\n[schedule]\nkind = 'step'\nat = [9]\nfactor = 0.1", "shares of the training"),
         ("extends = 'quick'\n[schedule]\nkind = 'cosine'", "has the entries kind, warmup"),
+        ("extends = 'quick'\n[optimizers.sgd]\nschedule = 'step'", "schedule in .optimizers.sgd. is 'step'"),
+        (
+            "extends = 'quick'\n[optimizers.sgd]\nschedule = { kind = 'linear' }",
+            r"unknown schedule 'linear' \(kind\) in mine, \[optimizers.sgd\]",
+        ),
         ("extends = 'quick'\n[optimizers.sgd]\nsearch = { lr = [1.0, 0.1] }", "search of lr.*two numbers"),
         ("datasets = ['digits']\nmodels = ['resnet8']\nbatch_size = 3", "there is no epochs"),
         ("optimizers = 3", "must be tables"),
@@ -162,6 +167,14 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str, message: 
     path.write_text(text)
     with pytest.raises(ProtocolError, match=message):
         protocol.load(path)
+
+
+def test_an_optimizer_may_have_a_schedule_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text("extends = 'quick'\n[optimizers.sgd]\nschedule = { kind = 'constant' }", encoding="utf-8")
+    own = protocol.load(path)
+    schedules = {spec.optimizer: spec.schedule["kind"] for spec in own.runs()}
+    assert schedules == {name: "constant" if name == "sgd" else "step" for name in own.optimizers}
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ class OptimizerSpec:
     settings: dict[str, Any]
     of_models: dict[str, dict[str, Any]] = field(default_factory=dict)
     search: dict[str, tuple[float, float]] = field(default_factory=dict)  # ranges, to be searched in logarithms
+    schedule: dict[str, Any] | None = None  # in place of the protocol's
 
     def settings_for(self, model: str) -> dict[str, Any]:
         return {**self.settings, **self.of_models.get(model, {})}
@@ -140,6 +141,9 @@ class Protocol:
                 f"{self.name}: validation is {self.validation!r}; it must be a share, from 0 to below 1"
             )
         _check_schedule(self.name, self.schedule)
+        for optimizer in self.optimizers.values():
+            if optimizer.schedule is not None:
+                _check_schedule(f"{self.name}, [optimizers.{optimizer.name}]", optimizer.schedule)
 
     def runs(self, **options: Any) -> list[Spec]:
         """What there is to do, seed by seed, so that a comparison is there early. Options are those of a Spec."""
@@ -163,7 +167,7 @@ class Protocol:
             "epochs": self.epochs,
             "batch_size": self.batch_size,
             "test_batch_size": self.test_batch_size,
-            "schedule": self.schedule,
+            "schedule": self.schedule if optimizer.schedule is None else optimizer.schedule,
             "validation": self.validation,
         }
         return Spec(**{**given, **options})
@@ -206,7 +210,7 @@ def _check_schedule(name: str, schedule: Mapping[str, Any]) -> None:
 # Files
 
 _KEYS = {f.name for f in fields(Protocol)} - {"name"} | {"extends", "compare"}
-_OPTIMIZER_KEYS = ("label", "class", "models", "search")  # all others are settings
+_OPTIMIZER_KEYS = ("label", "class", "models", "search", "schedule")  # all others are settings
 
 
 _FIGURES = {"datasets", "models", "epochs", "batch_size", "schedule", "model_options", "validation"}  # depend on these
@@ -299,7 +303,8 @@ def _tables(name: str | Path, table: Mapping[str, Any], key: str) -> dict[str, d
 
 
 def _optimizer(protocol: str, name: str, entry: Mapping[str, Any]) -> OptimizerSpec:
-    for key, kind, what in (("label", str, "a text"), ("models", dict, "tables"), ("search", dict, "a table")):
+    kinds = (("label", str, "a text"), ("models", dict, "tables"), ("search", dict, "a table"))
+    for key, kind, what in (*kinds, ("schedule", dict, _TYPES["schedule"][1])):
         if not isinstance(entry.get(key, kind()), kind):
             raise ProtocolError(f"{protocol}: {key} in [optimizers.{name}] is {entry[key]!r}; it must be {what}")
     for key, value in entry.get("models", {}).items():
@@ -325,6 +330,7 @@ def _optimizer(protocol: str, name: str, entry: Mapping[str, Any]) -> OptimizerS
         {key: value for key, value in entry.items() if key not in _OPTIMIZER_KEYS},
         entry.get("models", {}),
         {key: (float(low), float(high)) for key, (low, high) in search.items()},
+        entry.get("schedule"),
     )
 
 
