@@ -277,16 +277,15 @@ class TwoRateOptimizer(BaseOptimizer):
 
 
 def two_rates(optimizer: Any) -> TwoRateOptimizer:
-    """The optimizer itself, also where a trainer has wrapped it."""
-    inner = optimizer
-    while not isinstance(inner, TwoRateOptimizer) and hasattr(inner, "optimizer"):
-        inner = inner.optimizer
-    if not isinstance(inner, TwoRateOptimizer):
+    """The optimizer itself, out of what accelerate (and so the Trainer) or Lightning has wrapped it in."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    if not isinstance(optimizer, TwoRateOptimizer):
         raise TypeError(
-            f"{type(inner).__name__} has one learning rate, so its weights have no regimes: "
+            f"{type(optimizer).__name__} has one learning rate, so its weights have no regimes: "
             "diagnostics take an AdaBayes or an AdaBayesFP"
         )
-    return inner
+    return optimizer
 
 
 def _dtype_name(dtype: Any) -> str | None:
