@@ -126,7 +126,7 @@ class Observer:
         self._beta2 = beta2
         self._generator = torch.Generator().manual_seed(seed)
         self._tracked: dict[Tensor, _Tracked] = {}
-        self._hook = optimizer.register_step_post_hook(self._observe)
+        self._hook = self._optimizer.register_step_post_hook(self._observe)
 
     def close(self) -> None:
         """Stop following; what was seen stays."""
@@ -324,6 +324,9 @@ def _memory(group: dict[str, Any]) -> float:
 
 
 def _two_rates(optimizer: torch.optim.Optimizer) -> TwoRateOptimizer:
+    """The optimizer itself, out of what accelerate (and so the Trainer) or Lightning has wrapped it in."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
     if not isinstance(optimizer, TwoRateOptimizer):
         raise TypeError(
             f"{type(optimizer).__name__} has one learning rate, so its weights have no regimes: "
