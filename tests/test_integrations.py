@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -477,3 +481,49 @@ def test_stochastic_weight_averaging_is_the_one_by_hand(cls: Maker) -> None:
         p.data = torch.stack(history).mean(0)
     hidden = by_hand[0](Points().x)
     torch.testing.assert_close(averaged.module[1].running_mean, hidden.detach().mean(0))
+
+
+# The examples
+
+
+def run(example: str, *options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, EXAMPLES / f"{example}.py", *map(str, options)]
+    # Where the cores are busy, two threads for such small tensors wait for one another without end.
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+
+def test_the_example_of_the_trainer_ends_alike_with_an_instance_and_with_the_class(tmp_path: Path) -> None:
+    said = []
+    for how in ("instance", "class"):
+        done = run("hf_trainer", "--how", how, "--steps", 3, "--out", tmp_path / how)
+        assert done.returncode == 0, done.stderr
+        assert "16 x 2 accumulated x 1 processes = 32 sequences" in done.stdout
+        said.append(re.findall(r"^(?:held-out modules|\d+% of).*", done.stdout, re.MULTILINE))
+        assert (tmp_path / how / "checkpoint-3" / "optimizer.pt").exists()
+    assert len(said[0]) == 2
+    assert said[0] == said[1]
+
+
+def test_the_example_of_lightning_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    done = run("lightning_module", "--epochs", 4, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "epoch=1.ckpt: the same weights, bit for bit" in done.stdout
+    assert "Warning" not in done.stderr
+    errors = re.findall(r"test error ([0-9.]+) %", done.stdout)
+    assert len(errors) == 2
+    assert float(errors[0]) < 10
+
+
+@pytest.mark.parametrize(
+    ("example", "option", "message"),
+    [
+        ("hf_trainer", "--steps", "--steps 0: must be at least 1"),
+        ("lightning_module", "--epochs", "--epochs 0: must be"),
+    ],
+)
+def test_the_examples_refuse_nonsense(example: str, option: str, message: str) -> None:
+    done = run(example, option, 0)
+    assert done.returncode == 2
+    assert message in done.stderr
