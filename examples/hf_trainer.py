@@ -1,6 +1,6 @@
 """AdaBayes in transformers.Trainer: a small Llama learns to write Python, character by character.
 
-    python examples/hf_trainer.py [--how instance|class] [--steps 300] [--out out/hf]
+    python examples/hf_trainer.py [--how instance|class] [--steps 200] [--out out/hf]
 
 For whoever trains with Hugging Face's Trainer: how an optimizer that it does not know by name is handed to it,
 ready-made (``--how instance``) or as a class, for which it makes the parameter groups itself (``--how class``). Both
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument(
         "--how", choices=["instance", "class"], default="instance", help="what the Trainer is given (default: instance)"
     )
-    parser.add_argument("--steps", type=int, default=300, help="(default: 300)")
+    parser.add_argument("--steps", type=int, default=200, help="(default: 200)")
     parser.add_argument("--out", type=Path, default=Path("out/hf"), help="folder for checkpoints (default: out/hf)")
     args = parser.parse_args()
     if args.steps < 1:
