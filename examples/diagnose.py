@@ -69,7 +69,7 @@ def main() -> None:
     observer = Observer(optimizer, model=model)
     for x, y in track(islice(batches, args.steps), f"{args.steps} steps", total=args.steps):
         optimizer.zero_grad()
-        loss(x, y).backward()
+        loss(x, y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     regimes(optimizer, model).print()

@@ -19,6 +19,10 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 matplotlib.use("agg")
 
 
+@pytest.mark.filterwarnings(  # Lightning about torch's, and, where there are more than two cores, about ours
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+    "ignore:The 'train_dataloader' does not have many workers",
+)
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_python_in_documents_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a document, one after the other, in one namespace."""

@@ -89,8 +89,7 @@ class BaseOptimizer(Optimizer):
     @property
     def _own_state(self) -> dict[Tensor, dict[str, Any]]:
         """What ``state`` is to others."""
-        state: dict[Tensor, dict[str, Any]] = self.__dict__["state"]
-        return state
+        return own_state(self)
 
     def _buffers_of(self, group: Group) -> tuple[str, ...]:
         return tuple(self._buffers)
@@ -215,6 +214,15 @@ class BaseOptimizer(Optimizer):
 
     def _step_group(self, group: Group) -> None:
         raise NotImplementedError
+
+
+def own_state(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """The state that this very object holds."""
+    state: dict[Tensor, dict[str, Any]] | None = optimizer.__dict__.get("state")
+    if state is None:
+        # Lightning's wrappers imitate the class of what they wrap: on this error, Python lets them look in there.
+        raise AttributeError(f"this {type(optimizer).__name__} has no state of its own")
+    return state
 
 
 # Checks

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adabayes import kernels
 from adabayes._defaults import RATIO, usual_lr, warn_if_papers, warn_if_swapped
-from adabayes.optim._base import BaseOptimizer, Group, as_float, check_choice, check_range, local
+from adabayes.optim._base import BaseOptimizer, Group, as_float, check_choice, check_range, local, own_state
 from adabayes.optim._rounding import Rounding
 
 P = ParamSpec("P")
@@ -108,8 +108,9 @@ class TwoRateOptimizer(BaseOptimizer):
     @property  # type: ignore[override]
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """As in torch. Whoever has had it may change it at any time, so from then on every fused step looks it over."""
+        state = own_state(self)
         self._lent = True
-        return self._own_state
+        return state
 
     @state.setter
     def state(self, value: dict[Tensor, dict[str, Any]]) -> None:

@@ -1,0 +1,122 @@
+"""AdaBayes in transformers.Trainer: a small Llama learns to write Python, character by character.
+
+    python examples/hf_trainer.py [--how instance|class] [--steps 200] [--out out/hf]
+
+For whoever trains with Hugging Face's Trainer: how an optimizer that it does not know by name is handed to it,
+ready-made (``--how instance``) or as a class, for which it makes the parameter groups itself (``--how class``). Both
+give the same model. One sees the Trainer's own progress, how many weights moved like SGD and how many like Adam, and
+the loss on modules that were held out, in bits a character. The text is the source of Python's standard library: no
+download. A minute on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+from adabayes import AdaBayes, param_groups
+from adabayes.diagnostics import regimes
+
+CONTEXT = 64
+LR, LR_SGD, WEIGHT_DECAY = 3e-3, 3.0, 0.1
+
+
+class Characters(Dataset[dict[str, Tensor]]):
+    """ASCII in pieces of a fixed length. The model itself moves the labels by one."""
+
+    def __init__(self, text: bytes) -> None:
+        codes = torch.tensor([code for code in text if code < 128])
+        self.pieces = codes[: len(codes) // CONTEXT * CONTEXT].view(-1, CONTEXT)
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input_ids": self.pieces[i], "labels": self.pieces[i]}
+
+
+def standard_library() -> tuple[Characters, Characters]:
+    """Some modules to train on, and others to test."""
+    modules = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    test = modules[::20]
+    train = [module for i, module in enumerate(modules) if i % 20]
+    return Characters(b"".join(train)), Characters(b"".join(test)[:50_000])
+
+
+def small_llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT,
+    )
+    return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--how", choices=["instance", "class"], default="instance", help="what the Trainer is given (default: instance)"
+    )
+    parser.add_argument("--steps", type=int, default=200, help="(default: 200)")
+    parser.add_argument("--out", type=Path, default=Path("out/hf"), help="folder for checkpoints (default: out/hf)")
+    args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: must be at least 1")
+
+    training = TrainingArguments(
+        output_dir=str(args.out),
+        max_steps=args.steps,
+        per_device_train_batch_size=16,
+        per_device_eval_batch_size=64,
+        gradient_accumulation_steps=2,
+        max_grad_norm=1.0,
+        lr_scheduler_type="cosine",
+        warmup_steps=math.ceil(args.steps / 10),
+        weight_decay=WEIGHT_DECAY,  # of the groups that the Trainer makes
+        logging_steps=math.ceil(args.steps / 10),
+        save_steps=math.ceil(args.steps / 2),
+        save_total_limit=1,
+        report_to="none",
+        dataloader_pin_memory=torch.accelerator.is_available(),
+    )
+    # train_batch_size is that of all GPUs of this process. Sequences, not tokens.
+    batch_size = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    print(
+        f"global batch: {training.train_batch_size} x {training.gradient_accumulation_steps} accumulated "
+        f"x {training.world_size} processes = {batch_size} sequences of {CONTEXT} characters"
+    )
+    # The learning rate is told here: that of TrainingArguments is for the Trainer's own optimizers.
+    settings: dict[str, Any] = {"lr": LR, "lr_sgd": LR_SGD, "batch_size": batch_size}
+
+    set_seed(0)
+    model = small_llama()
+    given: dict[str, Any]
+    if args.how == "instance":
+        # None: the scheduler of TrainingArguments. A scheduler of your own goes in its place.
+        given = {"optimizers": (AdaBayes(param_groups(model, WEIGHT_DECAY), **settings), None)}
+    else:
+        given = {"optimizer_cls_and_kwargs": (AdaBayes, settings)}
+    train, test = standard_library()
+    trainer = Trainer(model, training, train_dataset=train, eval_dataset=test, **given)
+    trainer.train()  # trainer.train(resume_from_checkpoint=True) goes on from the newest checkpoint, exactly
+
+    loss = trainer.evaluate()["eval_loss"]
+    assert trainer.optimizer is not None
+    weights = regimes(trainer.optimizer).total
+    print(f"{weights.sgd_like:.0%} of the weights moved like SGD, {weights.adam_like:.0%} like Adam")
+    print(f"held-out modules: {loss / math.log(2):.2f} bits a character")
+
+
+if __name__ == "__main__":
+    main()
