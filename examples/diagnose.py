@@ -2,10 +2,10 @@
 
     python examples/diagnose.py [--steps 200]
 
-First, what looks wrong in the set-up, if anything does; then a table, layer by layer, with the learning rates that weights
-really get; and the paper's learning-rate figure for this very network, out/diagnose.png: dots on the horizontal line move
-like SGD, dots on the diagonal like Adam. Here it is a small convolutional network on handwritten digits: ten seconds on
-two cores, no download. What to change when you do not like what you see: docs/diagnose.md.
+First, what looks wrong in the set-up, if anything does; then a table, layer by layer, with the learning rates that
+weights really get; and the paper's learning-rate figure for this very network, out/diagnose.png: dots on the horizontal
+line move like SGD, dots on the diagonal like Adam. Here it is a small convolutional network on handwritten digits: ten
+seconds on two cores, no download. What to change when you do not like what you see: docs/diagnose.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def training() -> tuple[nn.Module, AdaBayes, Callable[[Tensor, Tensor], Tensor],
         pixels, labels = load_digits(return_X_y=True)
         x, y = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(labels)
         while True:
-            for batch in torch.randperm(len(x)).split(BATCH):
+            for batch in torch.randperm(len(x)).split(BATCH):  # type: ignore[no-untyped-call]
                 yield x[batch], y[batch]
 
     return model, optimizer, loss, batches()

@@ -242,8 +242,8 @@ def _written(out: Path) -> tuple[Protocol, set[str], str] | None:
 def _comparable(specs: Sequence[Spec], compared: set[str]) -> list[Spec]:
     """Those that differ in seed alone from one another, for each panel and optimizer; and the same task for a panel.
 
-    A schedule counts as a setting of the optimizer, which may have its own. Where there are several to choose from, that
-    which was compared before, or has most runs.
+    A schedule counts as a setting of the optimizer, which may have its own. Where there are several to choose from,
+    that which was compared before, or has most runs.
     """
 
     def grouped(members: Sequence[Spec], key: Callable[[Spec], Any]) -> list[list[Spec]]:
