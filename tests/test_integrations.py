@@ -1,8 +1,8 @@
 """In other people's training code: transformers, accelerate, Lightning, and what torch has beside its optimizers.
 
 Each library trains one small network in float64 on the same batches, with accumulated and clipped gradients, warmed up
-from zero; ``by_hand`` is the same in plain PyTorch. They must agree
-bit for bit.
+from zero; ``by_hand`` is the same in plain PyTorch. They must agree, bit for bit where
+sums are taken in the same order.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def test_the_trainer_knows_no_optimizer_by_the_name_of_ours(tmp_path: Path) -> N
 
 @CLASSES
 def test_accelerate_resumes_and_equals_a_plain_loop(cls: Maker, tmp_path: Path) -> None:
-    def run(first: int, last: int, load: Path | None = None, save: Path | None = None) -> torch.optim.Optimizer:
+    def train(first: int, last: int, load: Path | None = None, save: Path | None = None) -> torch.optim.Optimizer:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
         net = Net()
         optimizer = optimizer_of(net, cls)
@@ -250,9 +250,9 @@ def test_accelerate_resumes_and_equals_a_plain_loop(cls: Maker, tmp_path: Path) 
             accelerator.save_state(str(save))
         return optimizer.optimizer
 
-    whole = run(0, STEPS)
-    run(0, 3, save=tmp_path / "saved")
-    assert_same(run(3, STEPS, load=tmp_path / "saved"), whole)
+    whole = train(0, STEPS)
+    train(0, 3, save=tmp_path / "saved")
+    assert_same(train(3, STEPS, load=tmp_path / "saved"), whole)
     assert_same(whole, by_hand(cls))
 
 
