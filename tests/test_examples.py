@@ -34,6 +34,13 @@ def errors(printed: str) -> dict[str, float]:
     return {name: float(error) for name, error in found}
 
 
+def test_quickstart_learns() -> None:
+    printed = output(EXAMPLES / "quickstart.py")
+    found = re.fullmatch(r"test error ([0-9.]+) %\n", printed)
+    assert found, printed
+    assert float(found[1]) < 5
+
+
 def test_digits_trains_prints_and_draws(tmp_path: Path) -> None:
     printed = output(EXAMPLES / "digits.py", "--epochs", "2", "--seeds", "1", "--out", tmp_path)
     for name in ("SGD", "AdamW", "AdaBayes", "AdaBayes-FP", "8.weight"):
