@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from tests.lab.conftest import write_cifar10
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -56,11 +59,57 @@ def test_jax_flax_learns_and_tells_regimes() -> None:
     assert re.search(r"^hidden1\.kernel", printed, re.MULTILINE), printed
 
 
+# Files as CIFAR's in all but their checksums
+
+WITH_CHECKSUMS = """
+import runpy, sys
+from dataclasses import replace
+from adabayes.lab import files
+files.SOURCES["cifar10"] = replace(files.SOURCES["cifar10"], files={checksums})
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory: pytest.TempPathFactory) -> tuple[str | Path, ...]:
+    """How to run the example on 1,200 images whose colour tells their class."""
+    folder = tmp_path_factory.mktemp("cifar")
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 10, 1200)
+    colours = random.integers(64, 192, (10, 3))[labels]
+    pixels = np.repeat(colours, 1024, axis=1) + random.integers(-64, 64, (1200, 3072))
+    source = write_cifar10(folder, pixels.astype(np.uint8), labels)
+    return "-c", WITH_CHECKSUMS.format(checksums=source.files), EXAMPLES / "cifar.py", "--data", folder
+
+
+@pytest.mark.parametrize("optimizer", ["adabayes", "adabayes-fp", "adamw", "sgd"])
+def test_cifar_learns(cifar: tuple[str | Path, ...], optimizer: str) -> None:
+    printed = output(*cifar, "--optimizer", optimizer, "--epochs", "2", "--images", "960")
+    found = re.search(rf"^{optimizer} +test error ([0-9.]+) %, averaged ([0-9.]+) %$", printed, re.MULTILINE)
+    assert found, printed
+    assert max(float(found[1]), float(found[2])) < 60  # a guess has 90
+
+
+def test_cifar_refuses_more_images_than_there_are(cifar: tuple[str | Path, ...]) -> None:
+    done = python(*cifar, "--images", "1001")
+    assert done.returncode == 2
+    assert "--images 1001: must be from 1 to 1000" in done.stderr
+
+
+def test_cifar_tells_how_to_get_the_data(tmp_path: Path) -> None:
+    done = python(EXAMPLES / "cifar.py", "--data", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("cifar10: no data_batch_1 in")
+    assert "adabayes data fetch cifar10" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("example", "arguments", "message"),
     [
         ("digits", ["--epochs", "0"], "--epochs 0 --seeds 3: both must be at least 1"),
         ("jax_flax", ["--epochs", "0"], "--epochs 0: must be at least 1"),
+        ("cifar", ["--epochs", "-1"], "--epochs -1: must be at least 1"),
     ],
 )
 def test_nonsense_is_refused(example: str, arguments: list[str], message: str) -> None:
