@@ -59,6 +59,14 @@ def test_jax_flax_learns_and_tells_regimes() -> None:
     assert re.search(r"^hidden1\.kernel", printed, re.MULTILINE), printed
 
 
+def test_char_gpt_learns_and_writes() -> None:
+    printed = output(EXAMPLES / "char_gpt.py", "--steps", "40")
+    found = re.search(r"^step +40 +test loss ([0-9.]+)$", printed, re.MULTILINE)
+    assert found, printed
+    assert float(found[1]) < 3.5  # a guess has 4.85, the frequencies of characters 3.1
+    assert len(printed[printed.index("    def __init__(self, ") :]) > 400
+
+
 # Files as CIFAR's in all but their checksums
 
 WITH_CHECKSUMS = """
@@ -110,6 +118,7 @@ def test_cifar_tells_how_to_get_the_data(tmp_path: Path) -> None:
         ("digits", ["--epochs", "0"], "--epochs 0 --seeds 3: both must be at least 1"),
         ("jax_flax", ["--epochs", "0"], "--epochs 0: must be at least 1"),
         ("cifar", ["--epochs", "-1"], "--epochs -1: must be at least 1"),
+        ("char_gpt", ["--steps", "0"], "--steps 0: must be at least 1"),
     ],
 )
 def test_nonsense_is_refused(example: str, arguments: list[str], message: str) -> None:
