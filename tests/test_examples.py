@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.lab.conftest import write_cifar10
 
@@ -67,6 +68,22 @@ def test_char_gpt_learns_and_writes() -> None:
     assert len(printed[printed.index("    def __init__(self, ") :]) > 400
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6"), reason="FSDP2 of torch 2.6 does not run on the CPU")
+def test_fsdp2_goes_on_from_its_checkpoint_and_shares_the_memory(tmp_path: Path) -> None:
+    for processes in (2, 1):  # the second time, over the checkpoint of the first
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
+        printed = output(*torchrun, EXAMPLES / "fsdp2.py", "--steps", "80", "--checkpoint", tmp_path / "checkpoint")
+        found = errors(printed)
+        assert list(found) == ["saved", "made anew", "loaded", "trained on"]
+        assert found["made anew"] > 50
+        assert found["trained on"] < found["loaded"] == found["saved"] < 30
+        # 301,066 weights in fp32, shared out; two numbers of state for each.
+        memory = {2: "602 kB of weights, 1,204 kB of state", 1: "1,204 kB of weights, 2,409 kB of state"}[processes]
+        assert re.findall(r"^process (\d): (.*)$", printed, re.MULTILINE) == [
+            (str(i), memory) for i in range(processes)
+        ]
+
+
 # Files as CIFAR's in all but their checksums
 
 WITH_CHECKSUMS = """
@@ -119,6 +136,8 @@ def test_cifar_tells_how_to_get_the_data(tmp_path: Path) -> None:
         ("jax_flax", ["--epochs", "0"], "--epochs 0: must be at least 1"),
         ("cifar", ["--epochs", "-1"], "--epochs -1: must be at least 1"),
         ("char_gpt", ["--steps", "0"], "--steps 0: must be at least 1"),
+        ("fsdp2", ["--steps", "1"], "--steps 1: must be at least 2"),
+        ("fsdp2", [], "started by torchrun"),
     ],
 )
 def test_nonsense_is_refused(example: str, arguments: list[str], message: str) -> None:
