@@ -65,34 +65,6 @@ def test_the_table_of_what_fits_is_what_is_calculated() -> None:
         assert printed == " | ".join(cells)
 
 
-def test_the_example_trains_prints_and_draws(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "examples" / "digits.py", "--epochs", "2", "--seeds", "1", "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    for name in ("SGD", "AdamW", "AdaBayes", "AdaBayes-FP", "8.weight"):
-        assert re.search(rf"^ *{re.escape(name)} ", done.stdout, re.MULTILINE), done.stdout
-    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_example_in_jax_trains() -> None:
-    command = [sys.executable, ROOT / "examples" / "digits_jax.py", "--epochs", "8"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    errors = dict(re.findall(r"^(\S+) +test error ([0-9.]+) %", done.stdout, re.MULTILINE))
-    assert list(errors) == ["optax.adamw", "AdaBayes", "AdaBayes-FP"]
-    assert all(float(error) < 10 for error in errors.values()), errors
-    assert "layers.0.weight" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("example", "message"),
-    [("digits", "--epochs 0 --seeds 3: both must be at least 1"), ("digits_jax", "--epochs 0: must be at least 1")],
-)
-def test_the_examples_refuse_nonsense(example: str, message: str) -> None:
-    command = [sys.executable, ROOT / "examples" / f"{example}.py", "--epochs", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert message in done.stderr
-
-
 def test_importing_adabayes_imports_torch_and_nothing_else_of_the_extras() -> None:
     script = (
         "import sys, torch; before = set(sys.modules); import adabayes;"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -12,10 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
-from adabayes.lab import data, protocol
+from adabayes.lab import data, files, protocol
 from adabayes.lab.data import Data
+from adabayes.lab.files import Source
 from adabayes.lab.protocol import Spec
 
 if TYPE_CHECKING:
@@ -38,6 +42,20 @@ def browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+def md5(path: Path) -> str:
+    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+
+
+def write_cifar10(root: Path, pixels: np.ndarray, labels: np.ndarray) -> Source:
+    """Write images, rows of 3072 bytes, in the form of CIFAR-10: six files alike, the last to test on."""
+    source = files.SOURCES["cifar10"]
+    folder = root / source.folder
+    folder.mkdir()
+    for name, x, y in zip(source.files, np.split(pixels, 6), np.split(labels, 6)):
+        (folder / name).write_bytes(pickle.dumps({b"data": x, b"labels": y.tolist()}, protocol=2))
+    return replace(source, files={name: md5(folder / name) for name in source.files})
 
 
 def spec_of(optimizer: str = "adabayes", **options: Any) -> Spec:

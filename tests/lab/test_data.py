@@ -24,12 +24,7 @@ from hypothesis import strategies as st
 from adabayes.lab import data, files
 from adabayes.lab.data import Images
 from adabayes.lab.files import Archive, DataError, Source
-from tests.lab.conftest import adabayes
-
-
-def md5(path: Path) -> str:
-    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
-
+from tests.lab.conftest import adabayes, md5, write_cifar10
 
 # Files in CIFAR's form
 
@@ -37,15 +32,8 @@ def md5(path: Path) -> str:
 @pytest.fixture
 def cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data set of 12 images in the form of CIFAR-10, with its own checksums."""
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    random = np.random.default_rng(0)
-    names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-    for name in names:
-        content = {b"data": random.integers(0, 256, (2, 3072), dtype=np.uint8), b"labels": [3, 9]}
-        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
-    checksums = {name: md5(folder / name) for name in names}
-    monkeypatch.setitem(files.SOURCES, "cifar10", replace(files.SOURCES["cifar10"], files=checksums))
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 3072), dtype=np.uint8)
+    monkeypatch.setitem(files.SOURCES, "cifar10", write_cifar10(tmp_path, pixels, np.tile([3, 9], 6)))
     return tmp_path
 
 

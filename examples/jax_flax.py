@@ -1,6 +1,6 @@
-"""The same in JAX: an equinox network on handwritten digits, with optax.adamw, AdaBayes and AdaBayes-FP.
+"""AdaBayes in JAX: a Flax network on handwritten digits, with optax.adamw, AdaBayes and AdaBayes-FP.
 
-    python examples/digits_jax.py [--epochs 20]
+    python examples/jax_flax.py [--epochs 20]
 
 Prints the test error of each, and which of AdaBayes's weights moved like SGD, which like Adam. Ten seconds on two
 cores, no download.
@@ -11,15 +11,26 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
+from rich.progress import track
 from sklearn.datasets import load_digits
 
 from adabayes.optax import adabayes, adabayes_fp, regimes
 
 BATCH = 64
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.hidden1 = nnx.Linear(64, 64, rngs=rngs)
+        self.hidden2 = nnx.Linear(64, 64, rngs=rngs)
+        self.out = nnx.Linear(64, 10, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(nnx.relu(self.hidden2(nnx.relu(self.hidden1(x)))))
 
 
 def optimizers(steps: int) -> dict[str, optax.GradientTransformation]:
@@ -33,28 +44,28 @@ def optimizers(steps: int) -> dict[str, optax.GradientTransformation]:
     }
 
 
-def loss_of(model: Any, x: jax.Array, y: jax.Array) -> Any:
-    return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(x), y).mean()
-
-
-def train(optimizer: optax.GradientTransformation, x: jax.Array, y: jax.Array, epochs: int) -> tuple[Any, Any]:
+def train(
+    name: str, optimizer: optax.GradientTransformation, x: jax.Array, y: jax.Array, epochs: int
+) -> tuple[Network, Any]:
     """The trained network, and the state of the optimizer."""
-    model = eqx.nn.MLP(64, 10, width_size=64, depth=2, key=jax.random.key(0))
-    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    graph, params = nnx.split(Network(nnx.Rngs(0)), nnx.Param)
+    state = optimizer.init(params)
 
-    @eqx.filter_jit
-    def step(model: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any]:
-        gradient: Any = eqx.filter_grad(loss_of)
-        grads = gradient(model, x, y)
-        updates, state = optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
-        return eqx.apply_updates(model, updates), state
+    def loss(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        logits = nnx.merge(graph, params)(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
-    for key in jax.random.split(jax.random.key(1), epochs):
+    @jax.jit
+    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any]:
+        updates, state = optimizer.update(jax.grad(loss)(params, x, y), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for key in track(jax.random.split(jax.random.key(1), epochs), description=name, transient=True):
         order = jax.random.permutation(key, len(x))
         for i in range(0, len(x) - BATCH + 1, BATCH):
             batch = order[i : i + BATCH]
-            model, state = step(model, state, x[batch], y[batch])
-    return model, state
+            params, state = step(params, state, x[batch], y[batch])
+    return nnx.merge(graph, params), state
 
 
 def main() -> None:
@@ -69,8 +80,8 @@ def main() -> None:
     order = jax.random.permutation(jax.random.key(2), len(x))
     test, rest = order[: len(x) // 5], order[len(x) // 5 :]
     for name, optimizer in optimizers(steps=args.epochs * (len(rest) // BATCH)).items():
-        model, state = train(optimizer, x[rest], y[rest], args.epochs)
-        wrong = jax.vmap(model)(x[test]).argmax(-1) != y[test]
+        model, state = train(name, optimizer, x[rest], y[rest], args.epochs)
+        wrong = model(x[test]).argmax(-1) != y[test]
         print(f"{name:<12} test error {100 * wrong.mean():.2f} %", flush=True)
         if name == "AdaBayes":
             print(regimes(state))

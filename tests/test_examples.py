@@ -1,0 +1,146 @@
+"""The examples, run as a user runs them but for less long: they learn, and refuse nonsense."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.lab.conftest import write_cifar10
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    # One thread: small networks wait for a second one more than they gain, and torchrun warns unless it is told.
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+
+def output(*arguments: str | Path) -> str:
+    """What is printed, if all goes well and there are no warnings."""
+    done = python(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr
+    return done.stdout
+
+
+def errors(printed: str) -> dict[str, float]:
+    """Test errors by what is said to have them."""
+    found = re.findall(r"^(\S.*?) +test error ([0-9.]+) %", printed, re.MULTILINE)
+    return {name: float(error) for name, error in found}
+
+
+def test_quickstart_learns() -> None:
+    printed = output(EXAMPLES / "quickstart.py")
+    found = re.fullmatch(r"test error ([0-9.]+) %\n", printed)
+    assert found, printed
+    assert float(found[1]) < 5
+
+
+def test_digits_trains_prints_and_draws(tmp_path: Path) -> None:
+    printed = output(EXAMPLES / "digits.py", "--epochs", "2", "--seeds", "1", "--out", tmp_path)
+    for name in ("SGD", "AdamW", "AdaBayes", "AdaBayes-FP", "8.weight"):
+        assert re.search(rf"^ *{re.escape(name)} ", printed, re.MULTILINE), printed
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_jax_flax_learns_and_tells_regimes() -> None:
+    printed = output(EXAMPLES / "jax_flax.py", "--epochs", "8")
+    found = errors(printed)
+    assert list(found) == ["optax.adamw", "AdaBayes", "AdaBayes-FP"]
+    assert max(found.values()) < 10, found
+    assert re.search(r"^hidden1\.kernel", printed, re.MULTILINE), printed
+
+
+def test_char_gpt_learns_and_writes() -> None:
+    printed = output(EXAMPLES / "char_gpt.py", "--steps", "40")
+    found = re.search(r"^step +40 +test loss ([0-9.]+)$", printed, re.MULTILINE)
+    assert found, printed
+    assert float(found[1]) < 3.5  # a guess has 4.85, the frequencies of characters 3.1
+    assert len(printed[printed.index("    def __init__(self, ") :]) > 400
+
+
+@pytest.mark.skipif(torch.__version__.startswith("2.6"), reason="FSDP2 of torch 2.6 does not run on the CPU")
+def test_fsdp2_goes_on_from_its_checkpoint_and_shares_the_memory(tmp_path: Path) -> None:
+    for processes in (2, 1):  # the second time, over the checkpoint of the first
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
+        printed = output(*torchrun, EXAMPLES / "fsdp2.py", "--steps", "80", "--checkpoint", tmp_path / "checkpoint")
+        found = errors(printed)
+        assert list(found) == ["saved", "made anew", "loaded", "trained on"]
+        assert found["made anew"] > 50
+        assert found["trained on"] < found["loaded"] == found["saved"] < 30
+        # 301,066 weights in fp32, shared out; two numbers of state for each.
+        memory = {2: "602 kB of weights, 1,204 kB of state", 1: "1,204 kB of weights, 2,409 kB of state"}[processes]
+        assert re.findall(r"^process (\d): (.*)$", printed, re.MULTILINE) == [
+            (str(i), memory) for i in range(processes)
+        ]
+
+
+# Files as CIFAR's in all but their checksums
+
+WITH_CHECKSUMS = """
+import runpy, sys
+from dataclasses import replace
+from adabayes.lab import files
+files.SOURCES["cifar10"] = replace(files.SOURCES["cifar10"], files={checksums})
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory: pytest.TempPathFactory) -> tuple[str | Path, ...]:
+    """How to run the example on 1,200 images whose colour tells their class."""
+    folder = tmp_path_factory.mktemp("cifar")
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 10, 1200)
+    colours = random.integers(64, 192, (10, 3))[labels]
+    pixels = np.repeat(colours, 1024, axis=1) + random.integers(-64, 64, (1200, 3072))
+    source = write_cifar10(folder, pixels.astype(np.uint8), labels)
+    return "-c", WITH_CHECKSUMS.format(checksums=source.files), EXAMPLES / "cifar.py", "--data", folder
+
+
+@pytest.mark.parametrize("optimizer", ["adabayes", "adabayes-fp", "adamw", "sgd"])
+def test_cifar_learns(cifar: tuple[str | Path, ...], optimizer: str) -> None:
+    printed = output(*cifar, "--optimizer", optimizer, "--epochs", "2", "--images", "960")
+    found = re.search(rf"^{optimizer} +test error ([0-9.]+) %, averaged ([0-9.]+) %$", printed, re.MULTILINE)
+    assert found, printed
+    assert max(float(found[1]), float(found[2])) < 60  # a guess has 90
+
+
+def test_cifar_refuses_more_images_than_there_are(cifar: tuple[str | Path, ...]) -> None:
+    done = python(*cifar, "--images", "1001")
+    assert done.returncode == 2
+    assert "--images 1001: must be from 1 to 1000" in done.stderr
+
+
+def test_cifar_tells_how_to_get_the_data(tmp_path: Path) -> None:
+    done = python(EXAMPLES / "cifar.py", "--data", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("cifar10: no data_batch_1 in")
+    assert "adabayes data fetch cifar10" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments", "message"),
+    [
+        ("digits", ["--epochs", "0"], "--epochs 0 --seeds 3: both must be at least 1"),
+        ("jax_flax", ["--epochs", "0"], "--epochs 0: must be at least 1"),
+        ("cifar", ["--epochs", "-1"], "--epochs -1: must be at least 1"),
+        ("char_gpt", ["--steps", "0"], "--steps 0: must be at least 1"),
+        ("fsdp2", ["--steps", "1"], "--steps 1: must be at least 2"),
+        ("fsdp2", [], "started by torchrun"),
+    ],
+)
+def test_nonsense_is_refused(example: str, arguments: list[str], message: str) -> None:
+    done = python(EXAMPLES / f"{example}.py", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
