@@ -30,6 +30,8 @@ html_theme = "furo"
 html_title = "AdaBayes"
 html_math_renderer = "mathml"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_copyright = html_show_sphinx = False
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style = "friendly"

@@ -52,6 +52,13 @@ def test_digits_trains_prints_and_draws(tmp_path: Path) -> None:
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_diagnose_prints_regimes_and_draws(tmp_path: Path) -> None:
+    printed = output(EXAMPLES / "diagnose.py", "--steps", "20", "--out", tmp_path / "rates.png")
+    assert "Look at this first" not in printed  # nothing is wrong with it
+    assert re.search(r"^ *7\.weight +5,120", printed, re.MULTILINE), printed
+    assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_jax_flax_learns_and_tells_regimes() -> None:
     printed = output(EXAMPLES / "jax_flax.py", "--epochs", "8")
     found = errors(printed)
@@ -134,6 +141,7 @@ def test_cifar_tells_how_to_get_the_data(tmp_path: Path) -> None:
     [
         ("digits", ["--epochs", "0"], "--epochs 0 --seeds 3: both must be at least 1"),
         ("jax_flax", ["--epochs", "0"], "--epochs 0: must be at least 1"),
+        ("diagnose", ["--steps", "0"], "--steps 0: must be at least 1"),
         ("cifar", ["--epochs", "-1"], "--epochs -1: must be at least 1"),
         ("char_gpt", ["--steps", "0"], "--steps 0: must be at least 1"),
         ("fsdp2", ["--steps", "1"], "--steps 1: must be at least 2"),
