@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -99,7 +100,7 @@ def _mismatched(
     if not tensors:
         raise ValueError("check(optimizer, model, loss, *batch): there is no tensor in batch")
     size = len(tensors[0])
-    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     seen = size * processes * accumulate
     of = [f"{size} examples"]
     of += [f"{processes} processes"] if processes > 1 else []
@@ -131,11 +132,12 @@ def _losses(model: nn.Module, loss: Callable[..., Tensor], batch: Any) -> tuple[
     """The loss of a minibatch, and of the same with every example twice."""
     doubled = tree_map(lambda x: torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() > 0 else x, batch)
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng():
-        losses = loss(*batch).item(), loss(*doubled).item()
-    for buffer, value in kept:  # BatchNorm's statistics
-        buffer.copy_(value)
-    return losses
+    try:
+        with torch.random.fork_rng():
+            return loss(*batch).item(), loss(*doubled).item()
+    finally:
+        for buffer, value in kept:  # BatchNorm's statistics
+            buffer.copy_(value)
 
 
 def _few(names: Sequence[str], most: int = 3) -> str:
