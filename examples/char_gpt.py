@@ -68,7 +68,7 @@ def train(model: nn.Module, data: Data, steps: int) -> None:
 def write(model: nn.Module, start: str, length: int, context: int) -> str:
     """Go on from a text, each character drawn from what the network expects, a little sharpened."""
     model.eval()
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(3)
     text = torch.tensor([list(start.encode("ascii"))])
     for _ in range(length):
         expected = (model(text[:, -context:])[:, -1] / 0.8).softmax(-1)
