@@ -14,7 +14,7 @@ test: $(READY) browser  ## everything that must hold, in 13 minutes on 2 cores
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile  # threads that spin would get in each other's way
 
 docs: $(READY)  ## the site: build/docs/index.html
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs

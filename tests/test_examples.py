@@ -64,7 +64,7 @@ def test_jax_flax_learns_and_tells_regimes() -> None:
     found = errors(printed)
     assert list(found) == ["optax.adamw", "AdaBayes", "AdaBayes-FP"]
     assert max(found.values()) < 10, found
-    assert re.search(r"^hidden1\.kernel", printed, re.MULTILINE), printed
+    assert re.search(r"^hidden1\.kernel ", printed, re.MULTILINE), printed
 
 
 def test_char_gpt_learns_and_writes() -> None:

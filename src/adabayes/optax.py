@@ -306,7 +306,8 @@ def _gains(
             correction = 1 - float(state.b2) ** max(int(state.count), 1)
             values = filtering.fixed_point(values / correction, lr, lr_sgd)
         if values.size:
-            yield jax.tree_util.keystr(path, simple=True, separator="."), values
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            yield name.removesuffix(".value"), values  # of Flax's nnx.Param
 
 
 def _chain(

@@ -7,6 +7,7 @@ which numbers are summed; BatchNorm's statistics are those of the whole batch.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -48,6 +49,8 @@ def join(kind: str, device: str) -> Iterator[Ranks]:
     try:
         yield _Several(kind)
     finally:
+        # gloo's threads let go of what was sent last a moment later, and abort if Python is ending by then.
+        time.sleep(0.2)
         dist.destroy_process_group()
 
 
