@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from operator import is_
-from typing import Any, ClassVar, ParamSpec
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,35 +16,8 @@ from adabayes._defaults import RATIO, usual_lr, warn_if_papers, warn_if_swapped
 from adabayes.optim._base import BaseOptimizer, Group, as_float, check_choice, check_range, local, own_state
 from adabayes.optim._rounding import Rounding
 
-P = ParamSpec("P")
-
 # What AdamW's groups have in common with ours; its momentum as well
 _OF_ADAMW = ("params", "param_names", "lr", "initial_lr", "weight_decay", "maximize")
-
-# What people bring along from other optimizers
-_INSTEAD = {
-    "betas": "It has beta1, the first of them; in place of the second, the filter has a memory of its own.",
-    "beta2": "The filter has a memory of its own in its place.",
-    "eps": "Its place is taken by lr / lr_sgd, the gradient at which SGD gives way to Adam.",
-    "amsgrad": "There is no such variant of it; AdaBound has one, amsbound=True.",
-    "momentum": "Give lr_sgd = lr / (1 - momentum) of SGD's; the average over past gradients is beta1 or betas[0].",
-    "weight_drift": "Give weight_decay = weight_drift / lr.",
-}
-
-
-def explains_unknown(init: Callable[P, None]) -> Callable[P, None]:
-    """Make a constructor say what takes the place of other optimizers' arguments, where Python only names them."""
-    taken = inspect.signature(init).parameters
-
-    @functools.wraps(init)
-    def explained(*args: P.args, **given: P.kwargs) -> None:
-        unknown = [name for name in given if name not in taken]
-        if unknown:
-            hints = " ".join(_INSTEAD[name] for name in unknown if name in _INSTEAD)
-            raise TypeError(f"{type(args[0]).__name__} takes no {' and no '.join(unknown)}. {hints}".rstrip())
-        init(*args, **given)
-
-    return explained
 
 
 class TwoRateOptimizer(BaseOptimizer):
@@ -145,11 +116,11 @@ class TwoRateOptimizer(BaseOptimizer):
             tensor([0.1000, 0.0095, 0.0010])
         """
         saved = state_dict["param_groups"]
-        theirs_, ours_ = ([len(group["params"]) for group in groups] for groups in (saved, self.param_groups))
-        if theirs_ != ours_:
+        sizes = [[len(group["params"]) for group in groups] for groups in (saved, self.param_groups)]
+        if sizes[0] != sizes[1]:
             raise ValueError(
-                f"the state dict has groups of {theirs_} parameters, this optimizer of {ours_}: make it with the same "
-                "groups as AdamW was made with"
+                f"the state dict has groups of {sizes[0]} parameters, this optimizer of {sizes[1]}: make it with the "
+                "same groups as AdamW was made with"
             )
         groups, states = [], {}
         for theirs, ours in zip(saved, self.param_groups):

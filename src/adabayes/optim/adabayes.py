@@ -31,7 +31,8 @@ from adabayes.optim._base import (
     step_value,
     uniform_runs,
 )
-from adabayes.optim._rates import TwoRateOptimizer, explains_unknown
+from adabayes.optim._explain import explains_unknown
+from adabayes.optim._rates import TwoRateOptimizer
 from adabayes.optim._rounding import Rounding, keys_of, store_, store_all_, widened
 
 __all__ = ["AdaBayes", "adabayes"]
