@@ -17,6 +17,12 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
 
 
+def test_norms_and_biases_of_two_dimensions_do_not_decay_either() -> None:
+    model = nn.ModuleDict({"norm": nn.LayerNorm((3, 4)), "heads": nn.MultiheadAttention(4, 2, add_bias_kv=True)})
+    decaying, _ = param_groups(model, 0.1)
+    assert [name for name, _ in decaying["params"]] == ["heads.in_proj_weight", "heads.out_proj.weight"]
+
+
 def test_all_weights_are_there_once_but_for_frozen_ones() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5), "frozen": nn.Linear(3, 3)})
     model["head"].weight = model["embed"].weight

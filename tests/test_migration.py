@@ -109,6 +109,16 @@ def test_the_papers_dynamics_are_the_authors_to_the_first_order(w: Tensor, rates
     assert (difference <= 1.1 * K * steps.abs().sum(0)).all()
 
 
+def test_the_papers_dynamics_start_at_the_scheduled_rate_and_the_authors_at_the_base(w: Tensor) -> None:
+    """Under a warm-up; without gradients of note, a gain is still where it began."""
+    tiny = torch.full((1, 50), 1e-9, dtype=torch.float64)
+    _, gain, _ = authors_adabayes(tiny, [LR / 10])
+    optimizer = AdaBayes([w], lr=LR, lr_sgd=LR_SGD, batch_size=BATCH, dynamics="paper")
+    ours(optimizer, w, tiny, [LR / 10])
+    torch.testing.assert_close(gain, torch.full_like(w, LR_SGD), rtol=1e-3, atol=0)
+    torch.testing.assert_close(optimizer.effective_lr(w), torch.full_like(w, LR_SGD / 10), rtol=1e-3, atol=0)
+
+
 def test_the_default_forgets_its_other_start(w: Tensor) -> None:
     """From the first gradient's fixed point, not from lr_sgd; both filters forget it, in some 780 steps."""
     grads = gradients(6000)
@@ -125,9 +135,8 @@ def test_fp_has_the_same_trajectory_but_for_eps(w: Tensor) -> None:
     ours(optimizer, w, gradients(), CONSTANT)
     without, _ = authors_fp(gradients(), eps=0.0)
     torch.testing.assert_close(w, without, rtol=0, atol=1e-12)
-    published, steps = authors_fp(gradients())
-    least = (BATCH * gradients()).square().min()  # of all averages of squares
-    assert ((w - published).abs() <= 1e-8 / (2 * least) * steps.abs().sum(0) + 1e-12).all()
+    published, _ = authors_fp(gradients())
+    assert 0 < (w - published).abs().max() < 1e-9
 
 
 def test_decay_of_fp_comes_before_the_step_too(w: Tensor) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import optax
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import BatchEncoding
 
 import adabayes.optax
 from adabayes import AdaBayes, AdaBayesFP
@@ -47,6 +50,8 @@ def test_both_in_jax(make: Any) -> None:
         make(0.1, lr_sgd=1e-3)
     with pytest.warns(UserWarning, match=r"here 0\.05"):
         make(1e-3, weight_decay=5e-5)
+    with pytest.warns(UserWarning, match=r"here 0\.05"):
+        make(optax.constant_schedule(1e-3), base_lr=1e-3, weight_decay=5e-5)
 
 
 @TWO
@@ -65,12 +70,25 @@ def test_usual_settings_warn_of_nothing(cls: Any, settings: dict[str, float]) ->
         (AdaBayesFP, {"eps": 1e-8}, "AdaBayesFP takes no eps"),
         (AdaBayesFP, {"momentum": 0.9}, r"lr_sgd = lr / \(1 - momentum\)"),
         (AdaBayes, {"weight_drift": 5e-5}, "Give weight_decay = weight_drift / lr"),
-        (AdaBayes, {"learning_rate": 5e-5}, "AdaBayes takes no learning_rate"),
+        (AdaBayes, {"learning_rate": 5e-5}, "AdaBayes takes no learning_rate. It is lr."),
     ],
 )
 def test_arguments_of_other_optimizers(cls: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         cls([torch.zeros(1)], **settings)
+    with pytest.raises(TypeError, match=message):
+        cls([{"params": [torch.zeros(1)], **settings}])
+
+
+def test_other_unknown_arguments_are_pythons_own_error_and_the_signature_is_seen() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rate'"):
+        AdaBayes([torch.zeros(1)], rate=1.0)  # type: ignore[call-arg]
+    assert {"lr", "lr_sgd", "batch_size"} < set(inspect.signature(AdaBayes).parameters)
+
+
+def test_a_tensor_for_weight_decay_is_warned_of_too() -> None:
+    with pytest.warns(UserWarning, match=r"weight_decay=5e-05"):
+        AdaBayes([torch.zeros(1)], weight_decay=torch.tensor([5e-5]))  # type: ignore[arg-type]
 
 
 # Set-ups: diagnostics.check
@@ -117,7 +135,7 @@ def test_a_summed_loss_with_reduction_mean(cls: Any) -> None:
     net = network()
     optimizer = cls(net.parameters(), batch_size=32)
     (problem,) = check(optimizer, net, loss_of(net, "sum"), *BATCH)
-    assert problem.startswith("The loss is summed: twice the examples make it 2.0 times as large.")
+    assert problem.startswith("The loss is summed: twice the examples make it twice as large.")
     assert 'Say reduction="sum"' in problem
     optimizer = cls(net.parameters(), batch_size=32, reduction="sum")
     assert check(optimizer, net, loss_of(net, "sum"), *BATCH) == []
@@ -126,7 +144,56 @@ def test_a_summed_loss_with_reduction_mean(cls: Any) -> None:
 def test_an_averaged_loss_with_reduction_sum() -> None:
     net = network()
     (problem,) = check(AdaBayes(net.parameters(), batch_size=32, reduction="sum"), net, loss_of(net), *BATCH)
-    assert problem.startswith('reduction="sum", but twice the examples make the loss 1.0 times as large')
+    assert problem == 'The loss is averaged: twice the examples leave it as it is. Say reduction="mean".'
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_dropout_and_losses_among_examples_raise_no_false_alarm(seed: int) -> None:
+    """A small loss, which dropout makes fluctuate; and examples compared with one another, which doubling changes."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 3))
+    optimizer = AdaBayes(net.parameters(), lr=1e-2, lr_sgd=1.0, batch_size=32)
+    x, y = BATCH
+    for _ in range(300):
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    assert check(optimizer, net, loss_of(net), *BATCH) == []
+    assert all(module.training for module in net.modules())
+
+    def contrastive(x: Tensor) -> Tensor:
+        z = F.normalize(net(x), dim=1)
+        return F.cross_entropy(z @ z.T / 0.07, torch.arange(len(x)))
+
+    assert check(optimizer, net, contrastive, x) == []
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_losses_that_tell_nothing(reduction: str) -> None:
+    net = network()
+    optimizer = AdaBayes(net.parameters(), batch_size=32, reduction=reduction)  # type: ignore[arg-type]
+    assert check(optimizer, net, lambda x, y: net(x).sum() * 0, *BATCH) == []
+    assert check(optimizer, net, lambda x, y: net(x).sum() * torch.nan, *BATCH) == [
+        "The loss of this minibatch is nan."
+    ]
+    for wrong, what in ((lambda x, y: (net(x), y), "a tuple"), (lambda x, y: net(x), r"a tensor of shape \(32, 3\)")):
+        with pytest.raises(TypeError, match=f"loss has to return a tensor of one element, not {what}"):
+            check(optimizer, net, wrong, *BATCH)
+
+
+def test_buffers_that_are_replaced_in_forward_are_put_back() -> None:
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 3)
+            self.register_buffer("calls", torch.tensor(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return super().forward(x)
+
+    net = Counting()
+    assert check(AdaBayes(net.parameters(), batch_size=32), net, loss_of(net), *BATCH) == []
+    assert net.calls == 0
 
 
 def test_batch_size_of_one_of_several_accumulated_minibatches() -> None:
@@ -142,8 +209,11 @@ def test_batches_may_be_dicts_as_those_of_hugging_face() -> None:
     net = network()
     batch = {"x": BATCH[0], "y": BATCH[1], "scale": torch.tensor(1.0), "name": "train"}
     optimizer = AdaBayes(net.parameters(), batch_size=512)
-    (problem,) = check(optimizer, net, lambda b: loss_of(net)(b["x"], b["y"]) * b["scale"], batch)
-    assert "give batch_size=32." in problem
+    for given in (batch, BatchEncoding(batch)):
+        (problem,) = check(optimizer, net, lambda b: loss_of(net)(b["x"], b["y"]) * b["scale"], given)
+        assert "give batch_size=32." in problem
+    (problem,) = check(optimizer, net, lambda pair: loss_of(net)(*pair), list(BATCH), processes=4)
+    assert "32 examples x 4 processes" in problem
     with pytest.raises(ValueError, match="no tensor in batch"):
         check(optimizer, net, lambda: torch.tensor(1.0))
 
@@ -267,27 +337,64 @@ def test_weights_without_a_gradient_so_far_wait_for_their_first() -> None:
     assert rates[0] == pytest.approx(rates[2], rel=0.05)  # Adam's, at once
 
 
+SCHEDULES = {
+    "ExponentialLR": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=20),
+}
+
+
 @TWO
-def test_a_schedule_goes_on_where_adamws_was(cls: Any) -> None:
+@pytest.mark.parametrize("scheduled", SCHEDULES.values(), ids=list(SCHEDULES))
+def test_a_schedule_goes_on_where_adamws_was(cls: Any, scheduled: Any) -> None:
+    """The base is what the optimizer was made with, whatever a scheduler has put where."""
     w = torch.ones(3)
-    adamw = torch.optim.AdamW([w], lr=1e-2, weight_decay=0.3)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(adamw, 0.5)
     w.grad = torch.ones(3)
-    adamw.step()
-    scheduler.step()
-    optimizer = cls([w], lr=1e-3, lr_sgd=0.2, batch_size=64)
+    adamw = torch.optim.AdamW([w], lr=1e-2, weight_decay=0.3)
+    scheduler = scheduled(adamw)
+    for _ in range(2):
+        adamw.step()
+        scheduler.step()
+    now = adamw.param_groups[0]["lr"]
+    assert now < 1e-2
+    optimizer = cls([w], lr=1e-2, lr_sgd=0.2, batch_size=64)
+    again = scheduled(optimizer)
     optimizer.load_state_dict(optimizer.from_adamw(adamw.state_dict()))
-    (group,) = optimizer.param_groups
-    numbers = {name: group[name] for name in ("lr", "base_lr", "initial_lr", "lr_sgd", "weight_decay", "batch_size")}
-    assert numbers == pytest.approx(
-        {"lr": 5e-3, "base_lr": 1e-2, "initial_lr": 1e-2, "lr_sgd": 2.0, "weight_decay": 0.3, "batch_size": 64}
-    )
-    assert not {"eps", "amsgrad"} & set(group)
-    again = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     again.load_state_dict(scheduler.state_dict())
-    optimizer.step()
-    again.step()
-    assert group["lr"] == pytest.approx(2.5e-3)
+    (group,) = optimizer.param_groups
+    numbers = {key: group[key] for key in ("lr", "base_lr", "lr_sgd", "weight_decay", "batch_size")}
+    assert numbers == {"lr": now, "base_lr": 1e-2, "lr_sgd": 0.2, "weight_decay": 0.3, "batch_size": 64}
+    own = {"eps", "amsgrad", "decoupled_weight_decay"}
+    assert set(adamw.param_groups[0]) - own <= set(group)  # what schedulers note as well
+    assert not own & set(group)
+    for one, its in ((adamw, scheduler), (optimizer, again)):
+        one.step()
+        its.step()
+    assert group["lr"] == adamw.param_groups[0]["lr"] != now
+
+
+def test_a_learning_rate_that_is_set_by_hand_is_no_base() -> None:
+    w = torch.ones(3)
+    w.grad = torch.ones(3)
+    adamw = torch.optim.AdamW([w], lr=1e-3)
+    adamw.param_groups[0]["lr"] = 1e-6  # warming up
+    adamw.step()
+    optimizer = AdaBayes([w], lr=1e-3)
+    optimizer.load_state_dict(optimizer.from_adamw(adamw.state_dict()))
+    assert [optimizer.param_groups[0][key] for key in ("lr", "base_lr", "lr_sgd")] == [1e-6, 1e-3, 0.1]
+
+
+def test_adams_penalty_is_not_taken_for_decay() -> None:
+    w = torch.ones(2)
+    w.grad = torch.ones(2)
+    adam = torch.optim.Adam([w], weight_decay=0.1)
+    adam.step()
+    if "decoupled_weight_decay" not in adam.param_groups[0]:
+        pytest.skip("this version of torch does not tell Adam from AdamW")
+    optimizer = AdaBayesFP([w], weight_decay=0.02)
+    with pytest.warns(UserWarning, match=r"weight_decay=0\.1 of this Adam is a penalty.*stays at 0\.02") as caught:
+        state = optimizer.from_adamw(adam.state_dict())
+    assert caught[0].filename == __file__
+    assert state["param_groups"][0]["weight_decay"] == 0.02
 
 
 @TWO
@@ -307,15 +414,18 @@ def test_complex_and_unused_and_low_precision_parameters(cls: Any) -> None:
 def test_adamws_state_dict_by_itself_is_refused_with_the_remedy() -> None:
     w = torch.ones(2)
     w.grad = torch.ones(2)
-    adamw = torch.optim.AdamW([w])
+    adamw, sgd = torch.optim.AdamW([w]), torch.optim.SGD([w], momentum=0.9)
     adamw.step()
-    with pytest.raises(ValueError, match=r"load optimizer\.from_adamw\(state_dict\) instead"):
-        AdaBayes([w]).load_state_dict(adamw.state_dict())
-    sgd = torch.optim.SGD([w], momentum=0.9)
     sgd.step()
-    with pytest.raises(ValueError, match=r"another optimizer\. Start without it"):
-        AdaBayes([w]).load_state_dict(sgd.state_dict())
-    with pytest.raises(ValueError, match="not that of an AdamW"):
-        AdaBayes([w]).from_adamw({**sgd.state_dict(), "param_groups": adamw.state_dict()["param_groups"]})
+    for cls in (AdaBayes, AdaBayesFP):
+        optimizer = cls([w], lr_sgd=0.7)
+        with pytest.raises(ValueError, match=r"load optimizer\.from_adamw\(state_dict\) instead.*Nothing was changed"):
+            optimizer.load_state_dict(adamw.state_dict())
+        assert optimizer.param_groups[0]["lr_sgd"] == 0.7
+        with pytest.raises(ValueError, match=r"another optimizer\. Start without it"):
+            optimizer.load_state_dict(sgd.state_dict())
+        for wrong in (sgd.state_dict(), {"model": {}, "optimizer": adamw.state_dict()}):
+            with pytest.raises(ValueError, match="not the state dict of an AdamW: it has"):
+                optimizer.from_adamw(wrong)
     with pytest.raises(ValueError, match=r"groups of \[1\] parameters, this optimizer of \[2\]"):
         AdaBayes([w, torch.ones(1)]).from_adamw(adamw.state_dict())

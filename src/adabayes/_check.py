@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.nn.modules.dropout import _DropoutNd
 
 from adabayes.optim._rates import TwoRateOptimizer, two_rates
 
@@ -21,20 +22,23 @@ def check(
     loss: Callable[..., Tensor],
     *batch: Any,
     accumulate: int = 1,
+    processes: int | None = None,
 ) -> list[str]:
     """What looks wrong in a training set-up, each in a sentence or two; an empty list if nothing does.
 
     It looks at whether the optimizer has the model's parameters, at ``batch_size`` and ``reduction`` against a real
-    minibatch, and at precision. The loss is worked out twice, without gradients; the model, its buffers and the random
-    generators are left as they were. With several processes, call it in each.
+    minibatch, and at precision. The loss is worked out twice, without gradients and dropout, the second time with every
+    example twice: that tells sums from means, unless examples are compared with one another, where it says nothing. The
+    model, its buffers and the random generators are left as they were. With several processes, call it in each.
 
     Args:
         optimizer: an AdaBayes or AdaBayesFP.
         model: whose parameters it trains.
-        loss: from what is in ``batch`` to a scalar, as the training loop has it.
+        loss: from what is in ``batch`` to a tensor of one element, as the training loop has it.
         batch: a minibatch as this process gets it: tensors, or dicts and lists of them, whose first dimension counts
             examples.
         accumulate: minibatches whose gradients are added up for one step.
+        processes: that have a minibatch each. None: all; say how many if some share one, as in tensor parallelism.
 
     Examples:
         >>> from adabayes import AdaBayes
@@ -43,14 +47,16 @@ def check(
         >>> def loss(x, y):
         ...     return nn.functional.cross_entropy(model(x), y, reduction="sum")
         >>> check(optimizer, model, loss, torch.randn(32, 3), torch.zeros(32, dtype=torch.long))
-        ['The loss is summed: twice the examples make it 2.0 times as large. Say reduction="sum", or average it.']
+        ['The loss is summed: twice the examples make it twice as large. Say reduction="sum", or average it.']
     """
     optimizer = two_rates(optimizer)
-    groups = optimizer.param_groups
+    if processes is None:
+        processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return [
-        *_foreign(groups, model),
+        *_foreign(optimizer.param_groups, model),
         *_imprecise(optimizer, model),
-        *_mismatched(groups, model, loss, batch, accumulate),
+        *_miscounted(optimizer.param_groups, batch, processes, accumulate),
+        *_misreduced(optimizer.param_groups, *_losses(model, loss, batch)),
     ]
 
 
@@ -92,15 +98,12 @@ def _imprecise(optimizer: TwoRateOptimizer, model: nn.Module) -> Iterator[str]:
         )
 
 
-def _mismatched(
-    groups: list[dict[str, Any]], model: nn.Module, loss: Callable[..., Tensor], batch: Any, accumulate: int
-) -> Iterator[str]:
-    """``batch_size`` and ``reduction`` that are not those of the minibatch."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+def _miscounted(groups: list[dict[str, Any]], batch: Any, processes: int, accumulate: int) -> Iterator[str]:
+    """A ``batch_size`` that is not that of a step."""
+    tensors = [x for x in _leaves(batch) if isinstance(x, Tensor) and x.dim() > 0]
     if not tensors:
         raise ValueError("check(optimizer, model, loss, *batch): there is no tensor in batch")
     size = len(tensors[0])
-    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     seen = size * processes * accumulate
     of = [f"{size} examples"]
     of += [f"{processes} processes"] if processes > 1 else []
@@ -112,32 +115,65 @@ def _mismatched(
                 f"and accumulated minibatches: give batch_size={seen}."
             )
 
-    once, twice = _losses(model, loss, batch)
-    ratio = twice / once if once else 1.0
-    for given in sorted({group["reduction"] for group in groups}):
-        if given == "mean" and ratio > 1.5:
-            yield (
-                f"The loss is summed: twice the examples make it {ratio:.1f} times as large. "
-                'Say reduction="sum", or average it.'
-            )
-        if given == "sum" and ratio < 1.5:
-            yield (
-                f'reduction="sum", but twice the examples make the loss {ratio:.1f} times as large: it is averaged. '
-                'Say reduction="mean".'
-            )
+
+def _misreduced(groups: list[dict[str, Any]], once: float, twice: float) -> Iterator[str]:
+    """A ``reduction`` that is not the loss's, by the loss of a minibatch and of the same with every example twice."""
+    if not math.isfinite(once):
+        yield f"The loss of this minibatch is {once}."
+    reductions = {group["reduction"] for group in groups}
+    if "mean" in reductions and once and 1.9 < twice / once < 2.1:
+        yield 'The loss is summed: twice the examples make it twice as large. Say reduction="sum", or average it.'
+    if "sum" in reductions and once and 0.95 < twice / once < 1.05:
+        yield 'The loss is averaged: twice the examples leave it as it is. Say reduction="mean".'
 
 
 @torch.no_grad()
 def _losses(model: nn.Module, loss: Callable[..., Tensor], batch: Any) -> tuple[float, float]:
     """The loss of a minibatch, and of the same with every example twice."""
-    doubled = tree_map(lambda x: torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() > 0 else x, batch)
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    dropouts = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.training]
     try:
-        with torch.random.fork_rng():
-            return loss(*batch).item(), loss(*doubled).item()
+        for module in dropouts:
+            module.training = False
+        with torch.random.fork_rng({p.device for p in model.parameters() if p.is_cuda}):
+            return _number(loss(*batch)), _number(loss(*_doubled(batch)))
     finally:
-        for buffer, value in kept:  # BatchNorm's statistics
+        for module in dropouts:
+            module.training = True
+        for owner, own in buffers:
+            owner._buffers.update(own)
+        for buffer, value in values:  # BatchNorm's statistics
             buffer.copy_(value)
+
+
+def _number(loss: Any) -> float:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise TypeError(
+            f"check(optimizer, model, loss, *batch): loss has to return a tensor of one element, not {what}"
+        )
+    return loss.item()
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        for part in batch:
+            yield from _leaves(part)
+    else:
+        yield batch
+
+
+def _doubled(batch: Any) -> Any:
+    """Each example twice; mappings, also those of Hugging Face's tokenizers, become dicts."""
+    if isinstance(batch, Mapping):
+        return {key: _doubled(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        parts = [_doubled(part) for part in batch]
+        return parts if isinstance(batch, list) else tuple(parts)
+    return torch.cat([batch, batch]) if isinstance(batch, Tensor) and batch.dim() > 0 else batch
 
 
 def _few(names: Sequence[str], most: int = 3) -> str:

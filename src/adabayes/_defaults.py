@@ -23,7 +23,7 @@ def usual_lr(lr_sgd: Any) -> Any:
 def warn_if_swapped(lr: float, lr_sgd: float) -> None:
     if lr_sgd < lr:
         _warn(
-            f"lr_sgd={lr_sgd:g} is below lr={lr:g}: all weights with gradients below {lr / lr_sgd:g} move like SGD. "
+            f"lr_sgd={lr_sgd:g} is below lr={lr:g}: hardly any weight will move like Adam. "
             "Have the two been swapped? lr is Adam's learning rate, lr_sgd is SGD's, usually some 100 times larger; "
             "leave it out for 100 * lr."
         )

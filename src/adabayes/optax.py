@@ -123,7 +123,7 @@ def adabayes(
         state_dtype=state_dtype,
         seed=seed,
     )
-    return _chain(scaled, learning_rate, weight_decay, mask)
+    return _chain(scaled, learning_rate, base_lr, weight_decay, mask)
 
 
 def adabayes_fp(
@@ -147,7 +147,7 @@ def adabayes_fp(
     scaled = scale_by_adabayes_fp(
         learning_rate, lr_sgd, b1, b2, base_lr=base_lr, mu_dtype=mu_dtype, state_dtype=state_dtype, seed=seed
     )
-    return _chain(scaled, learning_rate, weight_decay, mask)
+    return _chain(scaled, learning_rate, base_lr, weight_decay, mask)
 
 
 def scale_by_adabayes(
@@ -311,12 +311,17 @@ def _gains(
 
 
 def _chain(
-    scaled: optax.GradientTransformation, learning_rate: Rate, weight_decay: Scalar, mask: Any
+    scaled: optax.GradientTransformation,
+    learning_rate: Rate,
+    base_lr: Scalar | None,
+    weight_decay: Scalar,
+    mask: Any,
 ) -> optax.GradientTransformation:
-    learning_rate, weight_decay = map(_number, (learning_rate, weight_decay))
+    learning_rate, base_lr, weight_decay = map(_number, (learning_rate, base_lr, weight_decay))
     _check("weight_decay", weight_decay, 0, math.inf)
-    if isinstance(learning_rate, int | float) and isinstance(weight_decay, int | float):
-        warn_if_papers(learning_rate, weight_decay)
+    base = learning_rate if base_lr is None else base_lr
+    if isinstance(base, int | float) and isinstance(weight_decay, int | float):
+        warn_if_papers(base, weight_decay)
     links = [scaled]
     if not (isinstance(weight_decay, int | float) and weight_decay == 0):
         decay = optax.stateless(lambda updates, params: _decayed(updates, params, weight_decay))

@@ -242,8 +242,8 @@ def _written(out: Path) -> tuple[Protocol, set[str], str] | None:
 def _comparable(specs: Sequence[Spec], compared: set[str]) -> list[Spec]:
     """Those that differ in seed alone from one another, for each panel and optimizer; and the same task for a panel.
 
-    A schedule counts as a setting of the optimizer, which may have its own. Where there are several to choose from,
-    that which was compared before, or has most runs.
+    Where there are several to choose from, that which was compared before, or has most runs. Schedules are the same
+    too, but for optimizers that have no run under that of the others, or were compared with one of their own.
     """
 
     def grouped(members: Sequence[Spec], key: Callable[[Spec], Any]) -> list[list[Spec]]:
@@ -260,6 +260,10 @@ def _comparable(specs: Sequence[Spec], compared: set[str]) -> list[Spec]:
 
     kept = []
     for panel in grouped(specs, lambda spec: (spec.dataset, spec.model)):
-        for same_name in grouped(chosen(panel, task), lambda spec: spec.optimizer):
-            kept += chosen(same_name, lambda spec: replace(spec, seed=0))
+        same_task = chosen(panel, task)
+        schedule = chosen(same_task, lambda spec: spec.schedule)[0].schedule
+        for same_name in grouped(same_task, lambda spec: spec.optimizer):
+            usual = [spec for spec in same_name if spec.schedule == schedule]
+            settled = any(spec.folder in compared for spec in same_name)
+            kept += chosen(same_name if settled or not usual else usual, lambda spec: replace(spec, seed=0))
     return kept

@@ -186,13 +186,9 @@ class BaseOptimizer(Optimizer):
                 if missing:
                     raise ValueError(
                         f"the state of parameter {i} has {sorted(state)}, but {type(self).__name__} needs {missing} "
-                        f"as well: this state dict was saved by another optimizer. {self._advice(state)}Start without "
-                        "it, or load it into an optimizer of the class that saved it. Nothing was changed."
+                        "as well: this state dict was saved by another optimizer. Start without it, or load it into "
+                        "an optimizer of the class that saved it. Nothing was changed."
                     )
-
-    def _advice(self, state: dict[str, Any]) -> str:
-        """What to do with the state of another optimizer, where something can be done."""
-        return ""
 
     # Steps
 

@@ -12,7 +12,7 @@ __all__ = ["param_groups"]
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups for any optimizer of torch: what decays, and what does not.
 
-    Matrices, convolutions and embeddings decay; biases and the weights of norms, which have fewer than two dimensions,
+    Matrices, convolutions and embeddings decay; biases, the weights of norms and whatever has fewer than two dimensions
     do not. Frozen parameters are left out, tied ones counted once. Names come along, for tables and checkpoints.
 
     Examples:
@@ -22,8 +22,10 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         >>> [(group["param_names"], group["weight_decay"]) for group in optimizer.param_groups]
         [(['0.weight', '2.weight'], 0.05), (['0.bias', '1.weight', '1.bias'], 0.0)]
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    decaying = [(name, p) for name, p in named if p.dim() >= 2]
-    others = [(name, p) for name, p in named if p.dim() < 2]
-    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    norms = {p for m in model.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm) for p in m.parameters()}
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (weight_decay, 0.0)]
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            decays = p.dim() >= 2 and p not in norms and "bias" not in name.rpartition(".")[2]
+            groups[0 if decays else 1]["params"].append((name, p))
     return [group for group in groups if group["params"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Sequence
 from itertools import repeat
 from operator import is_
@@ -14,10 +15,11 @@ from torch import Tensor
 from adabayes import kernels
 from adabayes._defaults import RATIO, usual_lr, warn_if_papers, warn_if_swapped
 from adabayes.optim._base import BaseOptimizer, Group, as_float, check_choice, check_range, local, own_state
+from adabayes.optim._explain import explain
 from adabayes.optim._rounding import Rounding
 
-# What AdamW's groups have in common with ours; its momentum as well
-_OF_ADAMW = ("params", "param_names", "lr", "initial_lr", "weight_decay", "maximize")
+# Of AdamW's groups, what means nothing here or is a matter of how to compute; all else is taken from them
+_NOT_OURS = {"eps", "amsgrad", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 
 
 class TwoRateOptimizer(BaseOptimizer):
@@ -33,14 +35,16 @@ class TwoRateOptimizer(BaseOptimizer):
         self._lent = False
 
     def _complete_group(self, group: Group) -> None:
+        explain(type(self), [name for name in group if name not in self.defaults])
         if "state_dtype" in group:
             group["state_dtype"] = _dtype_name(group["state_dtype"])
         super()._complete_group(group)
         if group.get("lr_sgd") is None:
             group["lr_sgd"] = self._default_lr_sgd(group)
         given = {**self.defaults, **group}
-        warn_if_swapped(given["base_lr"], given["lr_sgd"])
-        warn_if_papers(given["base_lr"], given["weight_decay"])
+        base_lr, lr_sgd, weight_decay = (as_float(given[name]) for name in ("base_lr", "lr_sgd", "weight_decay"))
+        warn_if_swapped(base_lr, lr_sgd)
+        warn_if_papers(base_lr, weight_decay)
 
     def _default_lr_sgd(self, group: Group) -> float:
         """For a group that does not state its own: in the proportion that the defaults have, or the paper's."""
@@ -97,12 +101,13 @@ class TwoRateOptimizer(BaseOptimizer):
 
     @torch.no_grad()
     def from_adamw(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state dict of a ``torch.optim.AdamW`` (or Adam) as one of this optimizer, to go on from there.
+        """The state dict of a ``torch.optim.AdamW`` as one of this optimizer, to go on from there.
 
-        What both have (the learning rate, where its schedule was, ``weight_decay``, ``maximize``, momentum) is AdamW's;
-        what only this optimizer has is as it was made, with ``lr_sgd`` in proportion to ``lr``. The average of squared
-        gradients is what AdaBayes-FP needs; for AdaBayes, the gain is put at its fixed point. AMSGrad's maximum is left
-        behind. Adam's L2 penalty becomes decoupled decay, which is another thing at the same number.
+        Make this optimizer with the groups and the learning rate that AdamW was made with: its peak, if there is a
+        schedule. What both have is AdamW's: the learning rate of now and all that its scheduler noted, weight decay,
+        momentum. What only this optimizer has is as it was made. The average of squared gradients is what AdaBayes-FP
+        needs; for AdaBayes, the gain is put at its fixed point. AMSGrad's maximum is left behind, and so is the penalty
+        of an Adam, which has no equivalent.
 
         Examples:
             >>> from adabayes import AdaBayes
@@ -115,7 +120,13 @@ class TwoRateOptimizer(BaseOptimizer):
             >>> optimizer.effective_lr(w)
             tensor([0.1000, 0.0095, 0.0010])
         """
-        saved = state_dict["param_groups"]
+        saved = state_dict.get("param_groups", [])
+        is_adamw = saved and all("eps" in group and len(group.get("betas", ())) == 2 for group in saved)
+        if not is_adamw or not all("exp_avg_sq" in state for state in state_dict["state"].values()):
+            raise ValueError(
+                f"this is not the state dict of an AdamW: it has {sorted(map(str, state_dict))}, and groups with "
+                f"{sorted(saved[0]) if saved else 'nothing'}. Give what AdamW.state_dict() returned."
+            )
         sizes = [[len(group["params"]) for group in groups] for groups in (saved, self.param_groups)]
         if sizes[0] != sizes[1]:
             raise ValueError(
@@ -124,28 +135,29 @@ class TwoRateOptimizer(BaseOptimizer):
             )
         groups, states = [], {}
         for theirs, ours in zip(saved, self.param_groups):
-            base_lr = as_float(theirs.get("initial_lr", theirs["lr"])) or ours["base_lr"]
-            shared = {name: theirs[name] for name in _OF_ADAMW if name in theirs}
-            group = {
-                **{name: value for name, value in ours.items() if name != "params"},
-                **shared,
-                "betas": tuple(theirs["betas"][: self._betas]),
-                "base_lr": base_lr,
-                "lr_sgd": ours["lr_sgd"] * (base_lr / ours["base_lr"]),
-            }
+            betas = tuple(map(as_float, theirs["betas"]))
+            taken = {name: value for name, value in theirs.items() if name not in _NOT_OURS}
+            if theirs.get("decoupled_weight_decay") is False and theirs["weight_decay"]:
+                warnings.warn(
+                    f"weight_decay={theirs['weight_decay']:g} of this Adam is a penalty, not decoupled: it stays at "
+                    f"{ours['weight_decay']:g}, as this optimizer was made",
+                    stacklevel=3,
+                )
+                del taken["weight_decay"]
+            group = {**{k: v for k, v in ours.items() if k != "params"}, **taken, "betas": betas[: self._betas]}
             groups.append(group)
             for i in theirs["params"]:
                 if state := state_dict["state"].get(i):
-                    if "exp_avg_sq" not in state:
-                        raise ValueError(
-                            f"the state of parameter {i} has {sorted(state)}, no exp_avg_sq: it is not that of an AdamW"
-                        )
-                    states[i] = self._warm_state(state, group, theirs["betas"][1])
+                    states[i] = self._warm_state(state, group, betas[1])
         return {"state": states, "param_groups": groups}
 
-    def _advice(self, state: dict[str, Any]) -> str:
-        is_adamw = "exp_avg_sq" in state
-        return "To go on from AdamW's, load optimizer.from_adamw(state_dict) instead. " if is_adamw else ""
+    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
+        if any("eps" in group and "lr_sgd" not in group for group in state_dict["param_groups"]):
+            raise ValueError(
+                "this state dict was saved by another optimizer, one with an eps. If that was AdamW, load "
+                "optimizer.from_adamw(state_dict) instead to go on from there. Nothing was changed."
+            )
+        super()._check_loadable(state_dict)
 
     def _warm_state(self, adamw: dict[str, Any], group: Group, beta2: float) -> dict[str, Any]:
         """The state of a parameter, from AdamW's."""

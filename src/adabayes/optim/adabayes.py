@@ -31,7 +31,7 @@ from adabayes.optim._base import (
     step_value,
     uniform_runs,
 )
-from adabayes.optim._explain import explains_unknown
+from adabayes.optim._explain import explain, explains_unknown
 from adabayes.optim._rates import TwoRateOptimizer
 from adabayes.optim._rounding import Rounding, keys_of, store_, store_all_, widened
 
@@ -151,6 +151,8 @@ class AdaBayes(TwoRateOptimizer):
     def _complete_group(self, group: Group) -> None:
         if "beta1" in group:
             group["betas"] = (group.pop("beta1"),)
+        if len(group.get("betas", (0,))) != 1:
+            explain(type(self), ["betas"])
         super()._complete_group(group)
 
     def _check_group(self, group: Group) -> None:
