@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from adabayes.diagnostics import memory_plan
+from adabayes.lab import protocol
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -29,6 +30,14 @@ def test_python_in_documents_runs(document: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     exec(compile("\n".join(blocks), document.name, "exec"), {})
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_protocols_in_documents_can_be_loaded(document: Path, tmp_path: Path) -> None:
+    blocks = re.findall(r"^```toml\n(.*?)^```", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for block in blocks:
+        (tmp_path / "protocol.toml").write_text(block, encoding="utf-8")
+        assert protocol.load(tmp_path / "protocol.toml").runs()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -145,3 +145,29 @@ def test_torch_sgd_needs_lr_over_one_minus_momentum() -> None:
     theirs = path(torch.optim.SGD([start()], lr=0.1, momentum=0.9), gradients)
     ours = path(AdaBayes([start()], lr=1e-2, lr_sgd=0.1 / (1 - 0.9)), gradients)
     np.testing.assert_allclose(np.diff(ours, axis=0)[-1], np.diff(theirs, axis=0)[-1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("usual", "least", "most"), [(0.01, 0.1, 0.5), (0.1, 0.1, 0.7), (3.0, 1.5, 3.0)])
+def test_a_single_spike_moves_adabayes_less_than_adamw_within_its_window_and_more_at_its_end(
+    usual: float, least: float, most: float
+) -> None:
+    """A gradient 100 times the usual one, at the defaults, where the window ends at 7.8; docs/caveats.md says so."""
+
+    def moved(optimizer: torch.optim.Optimizer) -> float:
+        (w,) = optimizer.param_groups[0]["params"]
+        signs = torch.tensor([1.0, -1.0]).repeat(1500).tolist()
+        for sign in signs:
+            w.grad = torch.full_like(w, usual * sign)
+            optimizer.step()
+        before = w.clone()
+        for gradient in (100 * usual, *(usual * sign for sign in signs[:300])):
+            w.grad = torch.full_like(w, gradient)
+            optimizer.step()
+        return float((w - before).abs())
+
+    def weight() -> list[torch.Tensor]:
+        return [torch.zeros(1, dtype=torch.float64)]
+
+    adamw = moved(torch.optim.AdamW(weight(), lr=1e-3, weight_decay=0))
+    assert least < moved(AdaBayes(weight())) / adamw < most
+    assert moved(AdaBayesFP(weight())) < 1.01 * adamw
