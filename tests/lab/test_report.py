@@ -360,3 +360,22 @@ def contrast(one: list[int], other: list[int]) -> float:
 def luminance(colour: list[int]) -> float:
     linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_schedules_are_compared_alike_but_for_optimizers_that_have_their_own() -> None:
+    quick = protocol.load("quick").narrowed(optimizers=["sgd", "adamw", "adam"], seeds=3)
+    step, cosine = quick.schedule, {"kind": "cosine", "warmup": 0.1}
+
+    def runs(name: str, schedule: dict[str, Any], count: int) -> list[Spec]:
+        return [replace(spec, schedule=schedule) for spec in quick.runs() if spec.optimizer == name][:count]
+
+    def kinds(specs: list[Spec], compared: set[str]) -> set[tuple[str, str]]:
+        return {(spec.optimizer, spec.schedule["kind"]) for spec in results._comparable(specs, compared)}
+
+    # Of copied runs nobody has said which belong together: the schedule of most, and those that have no run under it.
+    specs = [*runs("sgd", step, 3), *runs("sgd", cosine, 1), *runs("adamw", step, 1), *runs("adamw", cosine, 2)]
+    specs += runs("adam", cosine, 1)
+    assert kinds(specs, set()) == {("sgd", "step"), ("adamw", "step"), ("adam", "cosine")}
+    # What was compared stays: AdamW with a schedule of its own.
+    compared = {spec.folder for spec in [*runs("sgd", step, 3), *runs("adamw", cosine, 2)]}
+    assert kinds(specs, compared) == {("sgd", "step"), ("adamw", "cosine"), ("adam", "cosine")}
