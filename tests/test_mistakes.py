@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 import warnings
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BatchEncoding
 
 import adabayes.optax
 from adabayes import AdaBayes, AdaBayesFP
@@ -205,11 +205,11 @@ def test_batch_size_of_one_of_several_accumulated_minibatches() -> None:
     assert check(AdaBayes(net.parameters(), batch_size=100), net, loss_of(net), *BATCH, accumulate=4) == []
 
 
-def test_batches_may_be_dicts_as_those_of_hugging_face() -> None:
+def test_batches_may_be_dicts_or_as_those_of_hugging_face_user_dicts() -> None:
     net = network()
     batch = {"x": BATCH[0], "y": BATCH[1], "scale": torch.tensor(1.0), "name": "train"}
     optimizer = AdaBayes(net.parameters(), batch_size=512)
-    for given in (batch, BatchEncoding(batch)):
+    for given in (batch, UserDict(batch)):
         (problem,) = check(optimizer, net, lambda b: loss_of(net)(b["x"], b["y"]) * b["scale"], given)
         assert "give batch_size=32." in problem
     (problem,) = check(optimizer, net, lambda pair: loss_of(net)(*pair), list(BATCH), processes=4)
