@@ -148,7 +148,7 @@ def test_an_averaged_loss_with_reduction_sum() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_dropout_and_losses_among_examples_raise_no_false_alarm(seed: int) -> None:
+def test_neither_dropout_nor_losses_among_examples_mislead(seed: int) -> None:
     """A small loss, which dropout makes fluctuate; and examples compared with one another, which doubling changes."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 3))
@@ -159,6 +159,7 @@ def test_dropout_and_losses_among_examples_raise_no_false_alarm(seed: int) -> No
         F.cross_entropy(net(x), y).backward()
         optimizer.step()
     assert check(optimizer, net, loss_of(net), *BATCH) == []
+    assert "The loss is summed" in check(optimizer, net, loss_of(net, "sum"), *BATCH)[0]
     assert all(module.training for module in net.modules())
 
     def contrastive(x: Tensor) -> Tensor:
