@@ -127,6 +127,25 @@ def test_table_fits_a_terminal_and_is_plain_data(capsys: pytest.CaptureFixture[s
     assert max(map(len, printed.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    ("gradient", "hint"),
+    [(1e-5, "move like SGD: lr has no say"), (1.0, "move like Adam: lr_sgd has no say"), (0.01, "")],
+)
+def test_a_learning_rate_without_a_say_is_told(gradient: float, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    w = torch.zeros(100)
+    optimizer = AdaBayes([w])
+    steady(optimizer, [torch.logspace(-0.3, 0.3, 100) * gradient])
+    report = regimes(optimizer)
+    report.print()
+    if hint:
+        assert hint in report.hint
+        for text in (str(report), capsys.readouterr().out):
+            assert hint in " ".join(text.split())
+            assert max(map(len, text.splitlines())) <= 80
+    else:
+        assert report.hint == ""
+
+
 def test_table_prints_without_rich() -> None:
     script = """
 import sys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,7 +27,7 @@ class Regime:
 
 @dataclass(frozen=True)
 class Regimes:
-    """The regimes of each parameter tensor and in total. Prints as a table."""
+    """The regimes of each parameter tensor and in total. Prints as a table, with a hint where one rate rules."""
 
     tensors: tuple[Regime, ...]
     total: Regime
@@ -52,6 +53,18 @@ class Regimes:
             rates = (f"{rate:.2g}" for rate in (*row.lr_quantiles, row.lr_sgd))
             yield (_shortened(row.name), f"{row.weights:,}", f"{row.sgd_like:.0%}", f"{row.adam_like:.0%}", *rates)
 
+    @property
+    def hint(self) -> str:
+        """What to change where one of the two learning rates has no say; empty where both have."""
+        if self.total.sgd_like > 0.99:
+            return (
+                "Nearly all weights move like SGD: lr has no say. For more of Adam, raise lr_sgd, tenfold or more; "
+                "transformers want 1000 to 3000 times lr."
+            )
+        if self.total.adam_like > 0.99:
+            return "Nearly all weights move like Adam: lr_sgd has no say. For more of SGD, lower it."
+        return ""
+
     def __str__(self) -> str:
         rows = list(self.cells())
         widths = [max(map(len, column)) for column in zip(*rows)]
@@ -59,7 +72,7 @@ class Regimes:
             "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in rows
         ]
         rule = "-" * len(lines[0])
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *textwrap.wrap(self.hint, 80)])
 
     def print(self) -> None:
         """Print the table, in colour where rich is installed."""
@@ -83,7 +96,10 @@ class Regimes:
             table.add_column(name, footer, justify="left" if i == 0 else "right", style=colour, footer_style=colour)
         for row in rows:
             table.add_row(*row)
-        Console().print(table)
+        console = Console()
+        console.print(table)
+        if self.hint:
+            console.print(self.hint)
 
 
 def _shortened(name: str, width: int = 20) -> str:
