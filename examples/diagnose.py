@@ -4,8 +4,9 @@
 
 First, what looks wrong in the set-up, if anything does; then a table, layer by layer, with the learning rates that
 weights really get; and the paper's learning-rate figure for this very network, out/diagnose.png: dots on the horizontal
-line move like SGD, dots on the diagonal like Adam. Here it is a small convolutional network on handwritten digits: ten
-seconds on two cores, no download. What to change when you do not like what you see: docs/diagnose.md.
+line move like SGD, dots on the diagonal like Adam, and they scatter while gradients change faster than the filter can
+follow. Here it is a small convolutional network on handwritten digits: ten seconds on two cores, no download. What to
+change when you do not like what you see: docs/diagnose.md.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from adabayes import AdaBayes, param_groups
 from adabayes.diagnostics import regimes
 
 CONTEXT = 64
-LR, LR_SGD, WEIGHT_DECAY = 3e-3, 3.0, 0.1
+LR, LR_SGD, WEIGHT_DECAY = 3e-3, 9.0, 0.1
 
 
 class Characters(Dataset[dict[str, Tensor]]):

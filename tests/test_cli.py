@@ -24,6 +24,7 @@ def test_doctor_tells_versions_and_kernels() -> None:
     assert f"adabayes      {__version__}" in done.stdout
     assert torch.__version__ in done.stdout
     assert (kernels.unavailable() or kernels.instruction_set()) in done.stdout
+    assert "lab yes" in done.stdout
 
 
 def test_bench_measures_prints_writes_and_draws(tmp_path: Path) -> None:

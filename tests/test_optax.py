@@ -420,7 +420,9 @@ def test_without_jax_the_extra_is_named() -> None:
     for missing in ("jax", "optax"):
         for use in ("import adabayes.optax", "from adabayes.cli import main; main(['bench', '--backend', 'jax'])"):
             done = run(f"import sys; sys.modules['{missing}'] = None; import adabayes; {use}")
-            assert done.stderr.strip().endswith("adabayes.optax needs jax and optax: pip install 'adabayes[jax]'")
+            assert done.stderr.strip().endswith(
+                "adabayes.optax needs jax and optax: pip install '.[jax]' in the folder of AdaBayes"
+            )
 
 
 def test_sharded_arrays_keep_their_sharding() -> None:

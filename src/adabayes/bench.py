@@ -267,7 +267,7 @@ class Report:
         try:
             import matplotlib as mpl
         except ImportError as error:
-            raise ImportError("plotting needs matplotlib: pip install 'adabayes[plot]'") from error
+            raise ImportError("plotting needs matplotlib: pip install '.[plot]' in the folder of AdaBayes") from error
         mpl.use("agg")
         import matplotlib.pyplot as plt
 

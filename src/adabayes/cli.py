@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import platform
 import shlex
@@ -25,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="is everything in place?",
-        description="Prints versions, and whether the fused kernels are there and with which instructions they run.",
+        description="Prints versions, whether the fused kernels are there, with which instructions they run, and which "
+        "extras are installed.",
     )
     doctor.set_defaults(run=lambda args: print(diagnosis()))
 
@@ -61,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.run(args)
 
 
+_EXTRAS = {"plot": "matplotlib", "lab": "optuna", "jax": "optax", "ray": "ray", "tensorboard": "tensorboard"}
+
+
 def diagnosis() -> str:
     missing = kernels.unavailable()
     lines = {
@@ -72,6 +77,10 @@ def diagnosis() -> str:
     if not missing:
         lines["instructions"] = kernels.instruction_set()
         lines["threads from"] = kernels.thread_source()
+    there = {extra: importlib.util.find_spec(package) is not None for extra, package in _EXTRAS.items()}
+    lines["extras"] = ", ".join(f"{extra} {'yes' if found else 'no'}" for extra, found in there.items())
+    if not all(there.values()):
+        lines["extras"] += "  (pip install '.[NAME]' in the folder of AdaBayes)"
     return "\n".join(f"{name:<13} {value}" for name, value in lines.items())
 
 
@@ -236,7 +245,9 @@ def _run_lab(parser: argparse.ArgumentParser, function: str, args: argparse.Name
     try:
         act: Callable[[argparse.Namespace], int] = getattr(importlib.import_module("adabayes.lab.commands"), function)
     except ImportError as error:
-        parser.exit(1, f"{error}\nThe lab needs more than the optimizers do: pip install 'adabayes[lab]'\n")
+        parser.exit(
+            1, f"{error}\nThe lab needs more than the optimizers do: pip install '.[lab]' in the folder of AdaBayes\n"
+        )
     try:
         code = act(args)
     except (ValueError, OSError, ImportError) as error:  # what the user can mend

@@ -188,7 +188,7 @@ class Observer:
         try:
             import matplotlib.pyplot as plt
         except ImportError as error:
-            raise ImportError("plotting needs matplotlib: pip install 'adabayes[plot]'") from error
+            raise ImportError("plotting needs matplotlib: pip install '.[plot]' in the folder of AdaBayes") from error
         points = [p for p in self.points() if p.lr > 0]
         if not points:
             raise RuntimeError("nothing to draw: take steps with gradients, at a learning rate above 0, first")

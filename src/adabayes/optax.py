@@ -27,7 +27,7 @@ try:
     import numpy as np
     import optax
 except ImportError as error:
-    raise ImportError("adabayes.optax needs jax and optax: pip install 'adabayes[jax]'") from error
+    raise ImportError("adabayes.optax needs jax and optax: pip install '.[jax]' in the folder of AdaBayes") from error
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -20,7 +20,7 @@ from typing import Any
 try:
     import numpy as np
 except ImportError as error:
-    raise ImportError("adabayes.reference needs NumPy: pip install 'adabayes[plot]'") from error
+    raise ImportError("adabayes.reference needs NumPy: pip install '.[plot]' in the folder of AdaBayes") from error
 from numpy.typing import ArrayLike, NDArray
 
 Float64 = NDArray[np.float64]

@@ -34,7 +34,9 @@ try:
     from ray.exceptions import RayError, TaskCancelledError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
-    raise ImportError("--executor ray needs one more package: pip install 'adabayes[ray]'") from error
+    raise ImportError(
+        "--executor ray needs one more package: pip install '.[ray]' in the folder of AdaBayes"
+    ) from error
 
 __all__ = ["run"]
 

@@ -228,7 +228,9 @@ def _digits(data: Path | None) -> Images:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("the digits come with scikit-learn: pip install 'adabayes[lab]'") from error
+        raise ImportError(
+            "the digits come with scikit-learn: pip install '.[lab]' in the folder of AdaBayes"
+        ) from error
     pixels, labels = load_digits(return_X_y=True)
     images = np.round(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
     train, test = (part.numpy() for part in _split(len(images), 0.2))

@@ -28,7 +28,7 @@ try:
     from rich.progress import Progress as Bars
     from rich.text import Text
 except ImportError as error:
-    raise ImportError("the lab needs rich and a few others: pip install 'adabayes[lab]'") from error
+    raise ImportError("the lab needs rich and a few others: pip install '.[lab]' in the folder of AdaBayes") from error
 
 if TYPE_CHECKING:
     from adabayes.lab.sweep import Outcome

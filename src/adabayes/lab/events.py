@@ -16,7 +16,9 @@ from adabayes.lab.store import RunFolder
 try:
     from torch.utils.tensorboard import SummaryWriter
 except ImportError as error:
-    raise ImportError("--tensorboard needs one more package: pip install 'adabayes[tensorboard]'") from error
+    raise ImportError(
+        "--tensorboard needs one more package: pip install '.[tensorboard]' in the folder of AdaBayes"
+    ) from error
 
 __all__ = ["Events", "catch_up"]
 

@@ -21,7 +21,7 @@ try:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator, NullFormatter
 except ImportError as error:
-    raise ImportError("figures are drawn with matplotlib: pip install 'adabayes[lab]'") from error
+    raise ImportError("figures are drawn with matplotlib: pip install '.[lab]' in the folder of AdaBayes") from error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -37,7 +37,10 @@ def find_class(path: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:
-        raise ProtocolError(f"cannot import {path}: {error}. Install the package that has it") from error
+        raise ProtocolError(
+            f"cannot import {path}: {error}. Install the package that has it; or, if it is a file of your own, say "
+            "where: PYTHONPATH=FOLDER adabayes ..."
+        ) from error
     except AttributeError:
         raise ProtocolError(f"there is no {name} in {module}") from None
 

@@ -19,7 +19,7 @@ def write(name: str, title: str, content: dict[str, Any], path: Path) -> Path:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ImportError("pages are drawn with plotly: pip install 'adabayes[lab]'") from error
+        raise ImportError("pages are drawn with plotly: pip install '.[lab]' in the folder of AdaBayes") from error
     parts = {
         "TITLE": html.escape(title),
         "STYLE": _resource("page.css"),

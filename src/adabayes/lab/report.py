@@ -136,7 +136,11 @@ def _problems(rows: Sequence[results.Row], protocol: Protocol, left_out: Sequenc
             count = sum(map(len, seeds.values()))
             found.append(f"{count} of {_counted(len(rows), 'run')} {said}: {runs}.")
     if left_out:
-        runs = "; ".join(f"{spec} ({', '.join(f'{k} {v}' for k, v in spec.settings.items())})" for spec in left_out)
+        runs = "; ".join(
+            f"{spec} ({spec.epochs} epochs, {spec.schedule['kind']} schedule, "
+            f"{', '.join(f'{k} {v}' for k, v in spec.settings.items())})"
+            for spec in left_out
+        )
         found.append(
             f"{_counted(len(left_out), 'run')} of this folder left out, with other settings than those shown: {runs}."
         )

@@ -70,7 +70,7 @@ def _row(spec: Spec, folder: RunFolder) -> Row:
         figures[f"best_{name}"] = min(finite, default=None)
         figures[f"final_{name}"] = values[-1] if math.isfinite(values[-1]) else None
     seconds = sum(row["train_seconds"] for row in metrics)
-    steps = sum(row["steps"] for row in metrics)
+    per_step = [row["train_seconds"] / row["steps"] for row in metrics if row["steps"]]
     return Row(
         spec.dataset,
         spec.model,
@@ -81,7 +81,7 @@ def _row(spec: Spec, folder: RunFolder) -> Row:
         **figures,
         seconds=seconds,
         test_seconds=sum(row["test_seconds"] for row in metrics),
-        milliseconds_per_step=1e3 * seconds / steps if steps else None,
+        milliseconds_per_step=1e3 * statistics.median(per_step) if per_step else None,  # others may have slowed some
         state_bytes=metrics[-1]["state_bytes"] if metrics else None,
         folder=spec.folder,
         error=failed["error"] if failed and status == "failed" else None,

@@ -24,7 +24,7 @@ try:
     from optuna.storages.journal import JournalFileBackend
     from optuna.trial import FrozenTrial, TrialState
 except ImportError as error:
-    raise ImportError("tuning needs optuna: pip install 'adabayes[lab]'") from error
+    raise ImportError("tuning needs optuna: pip install '.[lab]' in the folder of AdaBayes") from error
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -238,7 +238,7 @@ def plot(found: list[Search], path: Path) -> None:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ImportError("plotting needs matplotlib: pip install 'adabayes[lab]'") from error
+        raise ImportError("plotting needs matplotlib: pip install '.[lab]' in the folder of AdaBayes") from error
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
