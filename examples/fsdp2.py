@@ -135,7 +135,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     run(args.steps, args.checkpoint, device)
     # gloo's threads let go of the last tensors a moment after they are sent, and abort if Python is ending by then.
-    time.sleep(0.2)
+    time.sleep(0.5)
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ come out to ``OUT/WORLD/CASE.pt``.
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -236,6 +237,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             torch.save(weights, path)
     dist.barrier()
+    time.sleep(0.5)  # gloo's threads let go of what was sent last a moment later, and abort if Python is ending by then
     dist.destroy_process_group()
 
 

@@ -131,7 +131,7 @@ def test_the_command_writes_a_protocol_with_the_winners_and_a_picture(tmp_path: 
     assert list(tuned.optimizers) == ["sgd", "adabayes"]
     for search in tuning.searches(small(), tmp_path):
         assert search.best is None or tuned.optimizers[search.optimizer.name].settings["lr"] == search.best.params["lr"]
-    assert tuned.optimizers["adabayes"].settings["dynamics"] == "paper"
+    assert tuned.optimizers["adabayes"].settings["dynamics"] == "exact"
     assert (tuned.epochs, tuned.validation, tuned.seeds) == (2, 0.0, (0, 1, 2))
     compared = adabayes(
         "reproduce", "--protocol", tmp_path / "tuned.toml", "--out", tmp_path / "compared", "--seeds", "1"

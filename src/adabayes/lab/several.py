@@ -50,7 +50,7 @@ def join(kind: str, device: str) -> Iterator[Ranks]:
         yield _Several(kind)
     finally:
         # gloo's threads let go of what was sent last a moment later, and abort if Python is ending by then.
-        time.sleep(0.2)
+        time.sleep(0.5)
         dist.destroy_process_group()
 
 
