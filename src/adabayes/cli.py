@@ -163,7 +163,7 @@ On several devices, with the same batches and the same metrics but for rounding,
     )
     _add_protocol(train)
     train.add_argument("--optimizer", required=True, metavar="NAME", help="one of the protocol's, as adabayes or sgd")
-    train.set_defaults(jobs=1, executor="local", address=None, ranks=None)
+    train.set_defaults(jobs=1, executor="local", address=None, ranks=None, dry_run=False)
     train.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
     train.add_argument(
         "--set", action="append", metavar="NAME=VALUE", help="a setting of the optimizer; may be repeated"
@@ -187,7 +187,7 @@ sensitive each optimizer is. The same command goes on where it was stopped; a la
     _add_protocol(tune)
     tune.add_argument("--optimizers", type=_names, metavar="A,B,...", help="of the protocol's (default: all)")
     tune.add_argument("--budget", type=int, required=True, metavar="N", help="trials of each optimizer")
-    tune.set_defaults(executor="local")
+    tune.set_defaults(executor="local", dry_run=False)
     _add_training(tune)
 
     report = _command(

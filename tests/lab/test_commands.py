@@ -127,6 +127,14 @@ def test_dry_run_lists_and_estimates_and_leaves_nothing(protocol: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("options", [["--dataset", "cifar10"], ["--device", "cuda:99"]])
+def test_dry_run_lists_what_cannot_be_run_here(protocol: Path, tmp_path: Path, options: list[str]) -> None:
+    done = adabayes("reproduce", "--protocol", protocol, "--data", tmp_path, "--dry-run", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "are to be done" in done.stdout
+    assert "how long that takes cannot be measured here: " in done.stdout
+
+
 def test_dry_run_measures_any_optimizer(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     for text in ("'schedulefree.AdamWScheduleFree'", "'ivon.IVON'\nlr = 0.1\ness = 1438"):

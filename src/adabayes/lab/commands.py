@@ -242,8 +242,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "compile": args.compile,
         "channels_last": not args.no_channels_last,
     }
-    if args.executor == "ray":
-        return options  # the device is that of the nodes
+    if args.executor == "ray" or args.dry_run:
+        return options  # the device is that of the nodes, or is not needed
     try:
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as error:
@@ -355,8 +355,12 @@ def _dry_run(specs: list[Spec], out: Path, data_folder: Path | None) -> int:
             left.append(spec)
     print(f"{len(specs)} runs, of which {len(left)} are to be done, in {out / 'runs'}")
     if left:
-        seconds = sweep.estimate(left, out, data_folder)
-        print(f"about {_duration(seconds)} on this machine, one run after the other (from a few measured steps)")
+        try:
+            seconds = sweep.estimate(left, out, data_folder)
+        except (files.DataError, RuntimeError, AssertionError) as error:  # no data, or no such device
+            print(f"how long that takes cannot be measured here: {str(error).splitlines()[0]}")
+        else:
+            print(f"about {_duration(seconds)} on this machine, one run after the other (from a few measured steps)")
     return 0
 
 
