@@ -14,7 +14,6 @@ author = "the AdaBayes contributors"
 release = version = adabayes.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-myst_enable_extensions = ["attrs_block", "colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 nitpicky = True
 nitpick_ignore_regex = [

@@ -63,9 +63,7 @@ CASES += [*(f"{name}-accumulated" for name in worker.OPTIMIZERS), "adabayes-zero
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(
-    "case", [*CASES, *(f"{name}-accumulated" for name in worker.OPTIMIZERS), "adabayes-zero", "fp-zero"]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_many_processes_train_as_one_does(out: Path, world: int, case: str) -> None:
     alone = weights(out, world, f"{case.split('-')[0]}-alone")
     start = dict(worker.network().named_parameters())

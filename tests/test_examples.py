@@ -91,6 +91,26 @@ def test_fsdp2_goes_on_from_its_checkpoint_and_shares_the_memory(tmp_path: Path)
         ]
 
 
+def test_hf_trainer_ends_alike_with_an_instance_and_with_the_class(tmp_path: Path) -> None:
+    said = []
+    for how in ("instance", "class"):
+        done = python(EXAMPLES / "hf_trainer.py", "--how", how, "--steps", "3", "--out", tmp_path / how)
+        assert done.returncode == 0, done.stderr
+        assert "16 x 2 accumulated x 1 processes = 32 sequences" in done.stdout
+        said.append(re.findall(r"^(?:held-out modules|\d+% of).*", done.stdout, re.MULTILINE))
+        assert (tmp_path / how / "checkpoint-3" / "optimizer.pt").exists()
+    assert len(said[0]) == 2
+    assert said[0] == said[1]
+
+
+def test_lightning_module_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    printed = output(EXAMPLES / "lightning_module.py", "--epochs", "4", "--out", tmp_path)
+    assert "epoch=1.ckpt: the same weights, bit for bit" in printed
+    found = errors(printed)
+    assert list(found) == ["whole", "resumed"]
+    assert found["whole"] < 10
+
+
 # Files as CIFAR's in all but their checksums
 
 WITH_CHECKSUMS = """
@@ -144,6 +164,8 @@ def test_cifar_tells_how_to_get_the_data(tmp_path: Path) -> None:
         ("diagnose", ["--steps", "0"], "--steps 0: must be at least 1"),
         ("cifar", ["--epochs", "-1"], "--epochs -1: must be at least 1"),
         ("char_gpt", ["--steps", "0"], "--steps 0: must be at least 1"),
+        ("hf_trainer", ["--steps", "0"], "--steps 0: must be at least 1"),
+        ("lightning_module", ["--epochs", "0"], "--epochs 0: must be"),
         ("fsdp2", ["--steps", "1"], "--steps 1: must be at least 2"),
         ("fsdp2", [], "started by torchrun"),
     ],

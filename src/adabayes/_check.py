@@ -62,15 +62,14 @@ def check(
 
 def _foreign(groups: list[dict[str, Any]], model: nn.Module) -> Iterator[str]:
     """Parameters that are trained in vain, or not at all."""
-    known = {id(p) for group in groups for p in group["params"]}
-    named = {id(p): name for name, p in model.named_parameters()}
-    strange = len(known - named.keys())
+    known = {p for group in groups for p in group["params"]}
+    strange = len(known - set(model.parameters()))
     if strange:
         yield (
             f"{strange} of {len(known)} parameters of the optimizer are not the model's. Was it made before they were "
             "replaced (fully_shard, a new head, a conversion)? Make the optimizer last."
         )
-    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and p not in known]
     if missing:
         yield f"{len(missing)} parameters of the model are not in the optimizer and stay as they are: {_few(missing)}."
 

@@ -143,7 +143,7 @@ class Observer:
     @torch.no_grad()
     def _observe(self, *_: object) -> None:
         for group in self._optimizer.param_groups:
-            to_mean = 1 / group["batch_size"] if group["reduction"] == "sum" else 1.0
+            to_mean = self._optimizer._to_mean(group)
             for p in group["params"]:
                 if p.grad is None:
                     continue

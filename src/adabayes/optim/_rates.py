@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import warnings
 from collections.abc import Sequence
 from itertools import repeat
 from operator import is_
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adabayes import kernels
-from adabayes._defaults import RATIO, usual_lr, warn_if_papers, warn_if_swapped
+from adabayes._defaults import RATIO, usual_lr, warn, warn_if_papers, warn_if_swapped
 from adabayes.optim._base import BaseOptimizer, Group, as_float, check_choice, check_range, local, own_state
 from adabayes.optim._explain import explain
 from adabayes.optim._rounding import Rounding
@@ -138,10 +137,9 @@ class TwoRateOptimizer(BaseOptimizer):
             betas = tuple(map(as_float, theirs["betas"]))
             taken = {name: value for name, value in theirs.items() if name not in _NOT_OURS}
             if theirs.get("decoupled_weight_decay") is False and theirs["weight_decay"]:
-                warnings.warn(
+                warn(
                     f"weight_decay={theirs['weight_decay']:g} of this Adam is a penalty, not decoupled: it stays at "
-                    f"{ours['weight_decay']:g}, as this optimizer was made",
-                    stacklevel=3,
+                    f"{ours['weight_decay']:g}, as this optimizer was made"
                 )
                 del taken["weight_decay"]
             group = {**{k: v for k, v in ours.items() if k != "params"}, **taken, "betas": betas[: self._betas]}
@@ -253,6 +251,11 @@ class TwoRateOptimizer(BaseOptimizer):
     def _relative_gain(self, group: Group, state: dict[str, Any]) -> Tensor:
         """The gain in units of the most that it can be, lr_sgd: whatever the schedule, also at lr = 0."""
         raise NotImplementedError
+
+    @staticmethod
+    def _to_mean(group: Group) -> float:
+        """What turns the gradients given into those of the mean loss, in whose units the gain is a learning rate."""
+        return 1 / group["batch_size"] if group["reduction"] == "sum" else 1.0
 
     @staticmethod
     def _schedule(group: Group) -> float:

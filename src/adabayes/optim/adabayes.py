@@ -241,8 +241,7 @@ class AdaBayes(TwoRateOptimizer):
     def _warm_state(self, adamw: dict[str, Any], group: Group, beta2: float) -> dict[str, Any]:
         exp_avg, square = real_views(adamw["exp_avg"], adamw["exp_avg_sq"])
         mean_square = square.double() / ((1 - beta2 ** as_float(adamw["step"])) or 1.0)
-        to_mean = 1.0 if group["reduction"] == "mean" else 1 / group["batch_size"]
-        gain = fixed_point(to_mean**2 * mean_square, group["base_lr"], group["lr_sgd"])
+        gain = fixed_point(self._to_mean(group) ** 2 * mean_square, group["base_lr"], group["lr_sgd"])
         if group["dynamics"] == "paper":
             gain = gain * (self._schedule(group) or 1.0)
         gain = gain.masked_fill((square == 0) & (exp_avg == 0), 0)  # no gradient yet
