@@ -46,7 +46,7 @@ def test_functions_work_alike_on_floats_and_arrays(array: Callable[[list[float]]
         for dynamics in (f.euler(k, sigma2), f.ornstein_uhlenbeck(k, sigma2)):
             prior = f.predict(sigma2, dynamics)
             values += [*dynamics, prior, f.update(prior, h), f.move(g, prior, g), f.exact_fixed_point(h, dynamics)]
-        return [*values, f.fading_memory(eta).decay]
+        return [*values, f.fading_memory(eta).forget]
 
     together = all_of(array(etas), array(sigma2s), array(grads))
     one_by_one = [all_of(*numbers) for numbers in zip(etas, sigma2s, grads)]
@@ -103,7 +103,7 @@ def test_exact_fixed_point_is_one(eta: float, ratio: float, batch: float, g: flo
     h = f.curvature(g, batch)
     gain = f.exact_fixed_point(h, dynamics)
     # Near k = 0 the root is ill-conditioned in the decay, which holds 1 - d to 1e-16 only.
-    tolerance = 1e-12 + 1e-15 / (1 - dynamics.decay if dynamics.decay < 1 else 1)
+    tolerance = 1e-12 + 1e-15 / (dynamics.forget if dynamics.forget > 0 else 1)
     assert f.update(f.predict(gain, dynamics), h) == pytest.approx(gain, rel=tolerance)
 
 
@@ -136,7 +136,7 @@ def test_beyond_the_noise_the_gain_falls_faster_than_adams() -> None:
 @given(st.floats(1e-8, 1e8), st.floats(1e-3, 10))
 def test_exact_dynamics_are_stable_and_settle_at_sigma2(k: float, sigma2: float) -> None:
     dynamics = f.ornstein_uhlenbeck(k, sigma2)
-    assert 0 <= dynamics.decay <= 1
+    assert 0 <= dynamics.forget <= 1
     assert f.predict(sigma2, dynamics) == pytest.approx(sigma2, rel=1e-15)
     assert f.predict(0.5 * sigma2, dynamics) >= 0.5 * sigma2
 
@@ -144,7 +144,7 @@ def test_exact_dynamics_are_stable_and_settle_at_sigma2(k: float, sigma2: float)
 @pytest.mark.parametrize("k", [1e-2, 1e-3, 1e-4])
 def test_euler_is_the_exact_process_to_second_order_in_k(k: float) -> None:
     exact, euler = f.ornstein_uhlenbeck(k, 1.0), f.euler(k, 1.0)
-    assert abs(exact.decay - euler.decay) == pytest.approx(k * k, rel=2 * k)  # e^-2k - (1-k)^2 = k^2 + O(k^3)
+    assert abs(exact.forget - euler.forget) == pytest.approx(k * k, rel=2 * k)  # e^-2k - (1-k)^2 = k^2 + O(k^3)
     assert abs(exact.noise - euler.noise) == pytest.approx(2 * k * k, rel=2 * k)
 
 
@@ -170,7 +170,7 @@ def test_filter_is_the_brute_force_gaussian_posterior(
 ) -> None:
     """Condition the joint Gaussian of all optima and gradients at once, and compare the last optimum's posterior."""
     dynamics = f.ornstein_uhlenbeck(k, sigma2) if exact else f.euler(k, sigma2)
-    factor = dynamics.decay**0.5
+    factor = (1 - dynamics.forget) ** 0.5
     steps = len(observations)
     hessians = np.array([h for h, _ in observations])
 

@@ -12,7 +12,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from adabayes import AdaBayes, AdaBayesFP, _bits, kernels
+from adabayes import AdaBayes, AdaBayesFP, kernels, random_bits
 from adabayes.optim import _rounding
 from tests.conftest import assert_same
 
@@ -54,7 +54,7 @@ def test_roundings_of_one_element_are_independent_from_step_to_step() -> None:
 
 def test_streams_and_neighbours_are_not_alike() -> None:
     value = torch.full((10_000,), 1.0 + 0.5 / 128)
-    draws = {stream: (rounded(value, 12345, stream) > 1).double() - 0.5 for stream in _bits.STREAMS}
+    draws = {stream: (rounded(value, 12345, stream) > 1).double() - 0.5 for stream in random_bits.STREAMS}
     for a in draws:
         for b in draws:
             if a != b:

@@ -22,9 +22,9 @@ Array = Any  # float | numpy.ndarray | torch.Tensor | jax.Array: anything with a
 
 
 class Dynamics(NamedTuple):
-    """How uncertainty about the optimum changes between two gradients: ``decay * variance + noise``."""
+    """Change of the variance between two gradients: some of it is forgotten, some noise is added."""
 
-    decay: Array
+    forget: Array  # share of the variance that is lost; negative if it grows
     noise: Array
 
 
@@ -47,43 +47,34 @@ def drift(eta: Array, sigma2: Array, batch_size: Array = 1.0) -> Array:
 def euler(k: Array, sigma2: Array) -> Dynamics:
     r"""The paper's discretisation of the Ornstein-Uhlenbeck process (Eq. 17b, eq:def:Sprior).
 
-    .. math:: d = (1 - k)^2, \qquad q = 2 k \sigma^2 \; (= \eta^2)
+    .. math:: f = 1 - (1 - k)^2, \qquad q = 2 k \sigma^2 \; (= \eta^2)
 
     Unstable for ``k > 2``; its variance settles at ``sigma2 / (1 - k / 2)``.
     """
-    return Dynamics(decay=(1 - k) ** 2, noise=2 * k * sigma2)
+    return Dynamics(forget=k * (2 - k), noise=2 * k * sigma2)
 
 
 def ornstein_uhlenbeck(k: Array, sigma2: Array) -> Dynamics:
     r"""The Ornstein-Uhlenbeck process itself, of which :func:`euler` is the first order in ``k``.
 
-    .. math:: d = e^{-2k}, \qquad q = \sigma^2 (1 - e^{-2k})
+    .. math:: f = 1 - e^{-2k}, \qquad q = \sigma^2 f
 
     Stable for every ``k``; its variance settles at ``sigma2`` exactly.
     """
-    forgotten = -_expm1(-2 * k)
-    return Dynamics(decay=1 - forgotten, noise=sigma2 * forgotten)
-
-
-def relax(variance: Array, k: Array, sigma2: Array) -> Array:
-    r"""What :func:`predict` does under :func:`ornstein_uhlenbeck`, in a form that keeps small changes.
-
-    .. math:: s^2 + (1 - e^{-2k}) (\sigma^2 - s^2)
-
-    In fp32, ``decay`` is 1 for ``k`` below 3e-8, and the variance would grow without end.
-    """
-    return variance - _expm1(-2 * k) * (sigma2 - variance)
+    noise = -sigma2 * _function("expm1", -2 * k)
+    return Dynamics(forget=noise / sigma2, noise=noise)
 
 
 def fading_memory(lam: Array) -> Dynamics:
     r"""Ollivier's forgetting factor: noise in proportion to the variance (Eq. 28, eq:von).
 
-    .. math:: \frac{1}{s^2_\text{prior}(t+1)} = \frac{1 - \lambda}{s^2_\text{post}(t)}
+    .. math:: \frac{1}{s^2_\text{prior}(t+1)} = \frac{1 - \lambda}{s^2_\text{post}(t)},
+              \qquad f = \frac{-\lambda}{1 - \lambda}, \qquad q = 0
 
     The equivalent process noise is :math:`\frac{\lambda}{1 - \lambda} s^2_\text{post}` (the paper prints this as
     :math:`\eta`; it is :math:`\eta^2`).
     """
-    return Dynamics(decay=1 / (1 - lam), noise=0.0)
+    return Dynamics(forget=-lam / (1 - lam), noise=0.0)
 
 
 # The filter
@@ -100,9 +91,11 @@ def curvature(gradient: Array, batch_size: Array = 1.0) -> Array:
 def predict(variance: Array, dynamics: Dynamics) -> Array:
     r"""Prior variance of the optimum, one step on (Eq. 17b, eq:def:Sprior).
 
-    .. math:: s^2_\text{prior}(t) = d \, s^2_\text{post}(t-1) + q
+    .. math:: s^2_\text{prior}(t) = s^2_\text{post}(t-1) + \left( q - f s^2_\text{post}(t-1) \right)
+
+    The change is worked out first, so that small ones are kept: in fp32, ``1 - f`` is 1 for ``f`` below 3e-8.
     """
-    return dynamics.decay * variance + dynamics.noise
+    return variance + (dynamics.noise - dynamics.forget * variance)
 
 
 def update(prior: Array, curvature: Array) -> Array:
@@ -123,6 +116,17 @@ def move(mean: Array, variance: Array, gradient: Array) -> Array:
     return mean + variance * gradient
 
 
+# Where the filter starts
+
+
+def is_unstarted(gain: Array, mean_gradient: Array) -> Array:
+    """Whether a weight has had no gradient yet, so that its filter has not started: all of its state is zero.
+
+    A gain of zero alone does not tell: after a very large gradient it may be too small for its precision.
+    """
+    return (gain == 0) & (mean_gradient == 0)
+
+
 # Where the filter settles
 
 
@@ -140,22 +144,22 @@ def fixed_point(mean_square: Array, eta: Array, sigma2: Array) -> Array:
     0.1
     """
     half = 0.5 / sigma2
-    return 1 / (half + _sqrt(half * half + mean_square * eta**-2))
+    return 1 / (half + _function("sqrt", half * half + mean_square * eta**-2))
 
 
 def exact_fixed_point(curvature: Array, dynamics: Dynamics) -> Array:
     r"""The fixed point of :func:`predict` and :func:`update` under a constant curvature, without approximation.
 
-    With :math:`\ell = 1/s^2_\text{post}` it solves :math:`q \ell^2 - (1 - d + q H) \ell - d H = 0`, of which Eq. 20
-    (eq:quad) drops the :math:`q H`. The term matters where one gradient outweighs the process noise, that is
+    With :math:`\ell = 1/s^2_\text{post}` it solves :math:`q \ell^2 - (f + q H) \ell - (1 - f) H = 0`, of which
+    Eq. 20 (eq:quad) drops the :math:`q H`. The term matters where one gradient outweighs the process noise, that is
     where :math:`\sqrt{\langle g^2\rangle} > 1 / (B \eta)` in mean units: there the variance falls as
     :math:`1/H`, faster than Adam's learning rate does.
 
     Needs process noise: for :func:`fading_memory` see :func:`mean_square_fixed_point`.
     """
-    decay, noise = dynamics
-    b = 1 - decay + noise * curvature
-    return 2 * noise / (b + _sqrt(b * b + 4 * noise * decay * curvature))
+    forget, noise = dynamics
+    b = forget + noise * curvature
+    return 2 * noise / (b + _function("sqrt", b * b + 4 * noise * (1 - forget) * curvature))
 
 
 def mean_square_fixed_point(mean_square: Array, lam: Array) -> Array:
@@ -166,16 +170,8 @@ def mean_square_fixed_point(mean_square: Array, lam: Array) -> Array:
     return lam / mean_square
 
 
-def _expm1(x: Array) -> Array:
-    """``exp(x) - 1`` without cancellation, for whatever kind of number or array ``x`` is."""
-    return _function("expm1", x)
-
-
-def _sqrt(x: Array) -> Array:
-    return _function("sqrt", x)
-
-
 def _function(name: str, x: Array) -> Array:
+    """Apply a function of mathematics to whatever kind of number or array ``x`` is."""
     if isinstance(x, (int, float)):
         return getattr(math, name)(x)
     if hasattr(x, name):  # torch

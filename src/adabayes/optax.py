@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from adabayes import filtering
-from adabayes._bits import carry_of, key_of
-from adabayes._defaults import RATIO, usual_lr, warn_if_papers, warn_if_swapped
+from adabayes.random_bits import carry_of, key_of
+from adabayes.rates import base_lr_of, lr_sgd_of, warn_if_papers, warn_if_swapped
 from adabayes._regimes import GOLDEN, QUANTILES, Regime, Regimes
 
 try:
@@ -197,7 +197,7 @@ def scale_by_adabayes(
             sleeping = gain == 0
             if exact:
                 begun = jnp.where(sleeping, filtering.fixed_point(g * g, number(base), number(most)), gain)
-                prior = filtering.relax(begun, number(k), number(most))
+                prior = filtering.predict(begun, filtering.ornstein_uhlenbeck(number(k), number(most)))
             else:
                 flow = filtering.euler(number(k * schedule), number(most * schedule))
                 prior = filtering.predict(jnp.where(sleeping, number(most * schedule), gain), flow)
@@ -361,9 +361,9 @@ def _rates(learning_rate: Rate, base_lr: Scalar | None, lr_sgd: Scalar | None) -
     _check("lr_sgd", lr_sgd, 0, math.inf, above=True)
     if base_lr is None:
         known = isinstance(learning_rate, int | float) and learning_rate > 0
-        base_lr = float(learning_rate) if known else usual_lr(lr_sgd)
+        base_lr = base_lr_of(float(learning_rate) if known else None, lr_sgd)
     if lr_sgd is None:
-        lr_sgd = RATIO * base_lr
+        lr_sgd = lr_sgd_of(base_lr)
     if isinstance(base_lr, int | float) and isinstance(lr_sgd, int | float):
         warn_if_swapped(base_lr, lr_sgd)
     return base_lr, lr_sgd

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
     _use_grad_for_differentiable,
 )
 
-from adabayes._defaults import USUAL_LR
+from adabayes.rates import USUAL_LR
 
 Group = dict[str, Any]
 Scalar = float | Tensor

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from adabayes import kernels
-from adabayes._defaults import RATIO, usual_lr, warn, warn_if_papers, warn_if_swapped
+from adabayes._warn import warn
+from adabayes.rates import base_lr_of, lr_sgd_of, warn_if_papers, warn_if_swapped
 from adabayes.optim._base import BaseOptimizer, Group, as_float, check_choice, check_range, local, own_state
 from adabayes.optim._explain import explain
 from adabayes.optim._rounding import Rounding
@@ -48,11 +49,10 @@ class TwoRateOptimizer(BaseOptimizer):
     def _default_lr_sgd(self, group: Group) -> float:
         """For a group that does not state its own: in the proportion that the defaults have, or the paper's."""
         base_lr = group.get("base_lr", self.defaults["base_lr"])
-        lr_sgd = self.defaults["lr_sgd"]
-        return float(RATIO * base_lr if lr_sgd is None else lr_sgd * (base_lr / self.defaults["base_lr"]))
+        return float(lr_sgd_of(base_lr, (self.defaults["base_lr"], self.defaults["lr_sgd"])))
 
     def _base_lr(self, group: Group) -> float:
-        return as_float(group["lr"]) or float(usual_lr(group.get("lr_sgd")))
+        return float(base_lr_of(as_float(group["lr"]), group.get("lr_sgd")))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         lacking = [group for group in state["param_groups"] if group.get("lr_sgd") is None]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adabayes._bits import MASK, Bits, carry_of, key_of
+from adabayes.random_bits import MASK, Bits, carry_of, key_of
 from adabayes.optim._base import step_value
 
 Stored = tuple[list[Tensor], list[Tensor], str]  # where, what, and the stream of random bits

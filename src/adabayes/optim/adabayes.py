@@ -336,12 +336,12 @@ def _coefficients(
     k = drift(base_lr, lr_sgd, batch_size)
     if exact:
         flow = ornstein_uhlenbeck(k, lr_sgd)
-        loss = flow.noise / lr_sgd  # 1 - decay, which the decay itself does not hold to full precision
+        loss = flow.forget
         scale = schedule
     else:
         k = k * schedule
         flow = euler(k, lr_sgd * schedule)
-        loss = k * (2 - k)
+        loss = flow.forget
         scale = (lr != 0) * 1.0  # the paper's filter does not stop at lr = 0, but the weights shall
     return _Coefficients(
         exact=exact,
@@ -404,7 +404,7 @@ def _single_tensor_adabayes(
             # predict(begun, flow) in a form that keeps small changes: in fp32, the decay may round to 1.
             prior = begun.lerp(_filled(c.stationary, gain), c.loss)
         else:
-            prior = predict(kept(begun, c.flow.decay), c.flow)
+            prior = predict(kept(begun, c.flow.forget), c.flow)
         precision = prior.reciprocal().addcmul(grad, grad, value=c.information)
         posterior = precision.reciprocal()
         if still_asleep is not None:
@@ -453,7 +453,7 @@ def _multi_tensor_adabayes(
         if c.exact:
             torch._foreach_lerp_(s, [_filled(c.stationary, s[0])] * len(s), cast(float, c.loss))
         else:
-            torch._foreach_mul_(s, c.flow.decay)
+            torch._foreach_mul_(s, 1 - c.flow.forget)
             torch._foreach_add_(s, [c.flow.noise] * len(s))
         torch._foreach_reciprocal_(s)
         torch._foreach_addcmul_(s, g, g, c.information)

@@ -1,7 +1,7 @@
-"""The random bits of stochastic rounding: arithmetic on 32 bits, of Python, torch or JAX.
+"""The random bits of stochastic rounding: arithmetic on 32 bits, with the integers of Python, torch or JAX.
 
 They are a function of seed, tensor, step and element: the same in every form of an optimizer, for any number of
-threads, and after a restart. fused.c has the same functions in C.
+threads, and after a restart. kernels/fused.c has the same functions in C.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ STREAMS = {"exp_avg": (0, 0), "second": (0, 16), "param": (0x9E3779B9, 16)}  # k
 
 
 def mix(x: Bits) -> Bits:
-    """Random bits for an element: spread evenly among neighbours, and by the key, independent from step to step."""
+    """Return random bits for an element: spread evenly among neighbours and, by the key, independent over steps."""
     x = _low(x * _as(x, 0x9E3779B1))
     return x ^ (x >> 16)
 
 
 def scatter(x: Bits) -> Bits:
-    """For keys: a bijection of 32 bits in which each bit of the result depends on all of the argument."""
+    """Mix keys thoroughly: a bijection of 32 bits in which each bit of the result depends on all of the argument."""
     x = _low((x ^ (x >> 16)) * _as(x, 0x21F0AAAD))
     x = _low((x ^ (x >> 15)) * _as(x, 0xD35A2D97))
     return x ^ (x >> 15)
 
 
-def key_of(seed: Bits, ordinal: int, step: Bits) -> Bits:
-    """Who is asking: the optimizer, the how-manieth of its tensors, and when."""
+def key_of(seed: Bits, index: int, step: Bits) -> Bits:
+    """Return the key of one tensor at one step: from the optimizer's seed, the tensor's index and the step count."""
     key = scatter(_low(seed)) ^ _low(seed >> 32)
-    key = scatter(_low(key + _as(key, ordinal)))
+    key = scatter(_low(key + _as(key, index)))
     return scatter(_low(step + _as(step, key)))
 
 
 def carry_of(element: Bits, key: Bits, stream: str) -> Bits:
-    """16 random bits for each element, to be added to those that rounding to bfloat16 cuts off."""
+    """Return 16 random bits for each element, to be added to those that rounding to bfloat16 cuts off."""
     flip, shift = STREAMS[stream]
     return (mix(_low(element ^ key ^ _as(element, flip))) >> shift) & 0xFFFF
 
@@ -45,6 +45,6 @@ def _low(x: Bits) -> Bits:
 
 
 def _as(x: Bits, number: Bits) -> Any:
-    """JAX takes Python's integers for 32 bits with a sign, unless they are told to be of the kind of ``x``."""
+    """Convert an integer to the type of ``x``: JAX takes Python's integers for 32 bits with a sign."""
     kind = getattr(getattr(x, "dtype", None), "type", None)
     return kind(number) if kind and isinstance(number, int) else number

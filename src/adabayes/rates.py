@@ -1,0 +1,58 @@
+"""The two learning rates, and what is taken where one of them is not given; for torch and JAX alike.
+
+``lr`` is Adam's learning rate, and what a schedule changes. ``base_lr`` is what it is without the schedule. ``lr_sgd``
+goes with ``base_lr``: a schedule scales both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adabayes._warn import warn
+
+__all__ = ["RATIO", "USUAL_LR", "base_lr_of", "lr_sgd_of", "warn_if_papers", "warn_if_swapped"]
+
+Number = Any  # float, or an array that JAX traces
+
+USUAL_LR = 1e-3
+RATIO = 100.0  # lr_sgd / lr in the paper
+
+
+def base_lr_of(lr: Number | None, lr_sgd: Number | None) -> Number:
+    """Return the base of a learning rate.
+
+    That is ``lr`` itself. Where it is 0 or None, because a schedule will set it, it is that of the paper's ratio to
+    ``lr_sgd``, or the usual one.
+    """
+    if lr:
+        return lr
+    return USUAL_LR if lr_sgd is None else lr_sgd / RATIO
+
+
+def lr_sgd_of(base_lr: Number, like: tuple[Number, Number | None] = (USUAL_LR, None)) -> Number:
+    """Return the ``lr_sgd`` of a base learning rate: in the ratio of another such pair, or in the paper's."""
+    other_base, other_lr_sgd = like
+    return RATIO * base_lr if other_lr_sgd is None else other_lr_sgd * (base_lr / other_base)
+
+
+# Settings that are permitted, and rarely meant
+
+
+def warn_if_swapped(lr: float, lr_sgd: float) -> None:
+    """Warn if the two learning rates look as if they had been exchanged."""
+    if lr_sgd < lr:
+        warn(
+            f"lr_sgd={lr_sgd:g} is below lr={lr:g}: hardly any weight will move like Adam. "
+            "Have the two been swapped? lr is Adam's learning rate, lr_sgd is SGD's, usually some 100 times larger; "
+            "leave it out for 100 * lr."
+        )
+
+
+def warn_if_papers(lr: float, weight_decay: float) -> None:
+    """Warn if weight decay looks as if it were in the paper's units."""
+    if 0 < weight_decay < 1e-4 and lr > 0:
+        warn(
+            f"weight_decay={weight_decay:g} takes {lr * weight_decay:.1g} of each weight in a step, next to nothing: "
+            "as in AdamW, a step multiplies weights by 1 - lr * weight_decay. If this is the paper's lambda, or "
+            f"weight_drift of its author's code, give lambda / lr, here {weight_decay / lr:.3g}."
+        )
