@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from adabayes import AdaBayes, AdaBayesFP, AdaBound
+from tests.whitened import Whitened
 
 Maker = Callable[..., torch.optim.Optimizer]
 
@@ -25,12 +26,20 @@ MAKERS: dict[str, Maker] = {
     "adabayes-fp-sum": partial(AdaBayesFP, reduction="sum", batch_size=4),
     "adabound": AdaBound,
     "amsbound": partial(AdaBound, amsbound=True),
+    "whitened": Whitened,  # which the engine has never seen
 }
+ELEMENTWISE = [name for name in MAKERS if name != "whitened"]  # those in which a weight does not depend on others
 
 
 @pytest.fixture(params=list(MAKERS))
 def make(request: pytest.FixtureRequest) -> Maker:
     """Makes each optimizer in turn."""
+    return MAKERS[request.param]
+
+
+@pytest.fixture(params=ELEMENTWISE)
+def make_elementwise(request: pytest.FixtureRequest) -> Maker:
+    """Makes each optimizer in turn that takes every weight by itself, and so also shards of a parameter."""
     return MAKERS[request.param]
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from adabayes import AdaBayes, AdaBayesFP, AdaBound
-from adabayes.optim import adabayes
 from tests.conftest import Maker
 
 NAN, INF = float("nan"), float("inf")
@@ -87,25 +86,6 @@ def test_foreach_with_differentiable(make: Maker) -> None:
     optimizer = make([torch.zeros(2)], differentiable=True)
     with pytest.raises(RuntimeError, match="`foreach=True` does not support `differentiable=True`"):
         optimizer.add_param_group({"params": [torch.zeros(2)], "foreach": True})
-
-
-def test_wrong_calls_of_the_functional_form() -> None:
-    w = [torch.zeros(2)]
-    numbers: dict[str, Any] = {
-        "lr": 1e-3,
-        "lr_sgd": 0.1,
-        "base_lr": 1e-3,
-        "batch_size": 1,
-        "beta1": 0.9,
-        "weight_decay": 0.0,
-        "dynamics": "exact",
-        "reduction": "mean",
-        "maximize": False,
-    }
-    with pytest.raises(ValueError, match="Invalid dynamics: 'foo'"):
-        adabayes(w, w, w, w, [torch.tensor(0.0)], **{**numbers, "dynamics": "foo"})
-    with pytest.raises(RuntimeError, match="`state_steps` must be a list of singleton tensors"):
-        adabayes(w, w, w, w, [0], **numbers)
 
 
 def test_sparse_gradients(make: Maker, foreach: bool) -> None:

@@ -25,7 +25,7 @@ for cls in (AdaBayes, AdaBayesFP):
     w.grad = torch.ones(5)
     optimizer.step()
     assert (w < 1).all()
-    assert bool(optimizer._plans) == {kernels}
+    assert bool(optimizer._fused) == {kernels}
 """
 
 

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from adabayes import AdaBayes, AdaBayesFP, kernels
+from adabayes.kernels import library
 from tests.conftest import all_state, assert_same
 
 pytestmark = pytest.mark.skipif(kernels.unavailable() is not None, reason=f"no kernels: {kernels.unavailable()}")
 
 PAIR = [AdaBayes, AdaBayesFP]
+FLOATS = "`fused=True` requires all the params to be floating point Tensors"  # the sentence that torch has
 CLASSES = pytest.mark.parametrize("cls", PAIR)
 VARIANTS: list[dict[str, Any]] = [
     {"cls": AdaBayes},
@@ -42,11 +44,11 @@ def restore_threads() -> Iterator[None]:
 @pytest.fixture(params=["torch's threads", "own threads"])
 def team(request: pytest.FixtureRequest) -> Iterator[None]:
     """On the threads of torch's OpenMP, and on those that the kernels start where there is none."""
-    library: Any = kernels._load()
+    loaded: Any = library.load()
     if request.param == "own threads":
-        library.adabayes_set_team(None)
+        loaded.adabayes_set_team(None)
     yield
-    library.adabayes_set_team(kernels._team_of_torch())
+    loaded.adabayes_set_team(library.team_of_torch())
 
 
 def make(variant: dict[str, Any], params: list[Tensor], **more: Any) -> Any:
@@ -68,7 +70,7 @@ def set_gradients(params: list[Tensor], step: int, missing: bool) -> None:
     for i, p in enumerate(params):
         size = 10.0 ** torch.randint(-6, 3, p.shape, generator=generator).double()
         g = torch.randn(p.shape, generator=generator, dtype=torch.float64) * size
-        g[torch.rand(p.shape, generator=generator) < 0.2] = 0  # weights that sleep, some longer than others
+        g[torch.rand(p.shape, generator=generator) < 0.2] = 0  # weights that start late
         p.grad = None if missing and (i + step) % 3 == 0 else torch.empty_like(p).copy_(g)
 
 
@@ -145,8 +147,8 @@ def test_every_instruction_set_gives_the_same_bits(
         flags = ["-O1", "-std=c11", "-shared", "-fPIC", "-pthread", "-DPLAIN", "-ffp-contract=off"]
         subprocess.run(["gcc", *flags, "-o", plain, source, "-lm"], check=True)
     results = []
-    for library in (kernels._load(), ctypes.CDLL(str(plain))):
-        monkeypatch.setattr(kernels, "_load", lambda library=library: library)
+    for loaded in (library.load(), ctypes.CDLL(str(plain))):
+        monkeypatch.setattr(library, "load", lambda loaded=loaded: loaded)
         params = [torch.linspace(-1, 1, n).to(dtype) for n in (1, 17, 1000)]
         state_dtype = None if dtype == torch.float64 else torch.bfloat16
         optimizer = make(variant, params, fused=True, state_dtype=state_dtype, stochastic_rounding=True)
@@ -163,7 +165,7 @@ def test_fused_is_what_one_gets(cls: type[AdaBayes]) -> None:
     optimizer = cls([w])
     w.grad = torch.ones(3)
     optimizer.step()
-    assert optimizer._plans
+    assert optimizer._fused
 
 
 @CLASSES
@@ -182,30 +184,43 @@ def test_what_the_kernel_cannot_serve_falls_back(cls: type[AdaBayes], option: st
     optimizer = cls([w], **options)
     w.grad = torch.ones_like(w)
     optimizer.step()
-    assert not optimizer._plans
+    assert not optimizer._fused
     assert (w != 0).all()
 
 
 @CLASSES
 def test_fused_true_says_why_it_cannot(cls: type[AdaBayes]) -> None:
     for w, message in [
-        (torch.zeros(6, 4)[:, ::2], r"shape \(6, 2\) and strides \(4, 2\) has gaps in memory"),
-        (torch.zeros(3, dtype=torch.complex64), r"no kernel for parameters of torch\.complex64"),
-        (torch.zeros(3, device="meta"), "is on meta; the kernels run on the CPU"),
+        (torch.zeros(6, 4)[:, ::2], r"fused=True: .*shape \(6, 2\) and strides \(4, 2\) has gaps in memory"),
+        (torch.zeros(3, dtype=torch.complex64), rf"{FLOATS}.*shape \(3,\) is of torch\.complex64 on cpu"),
+        (torch.zeros(3, device="meta"), rf"{FLOATS}.*shape \(3,\) is of torch\.float32 on meta"),
     ]:
         optimizer = cls([w], fused=True)
         w.grad = torch.ones_like(w)
-        with pytest.raises(RuntimeError, match=f"fused=True: .*{message}.*foreach is taken"):
+        with pytest.raises(RuntimeError, match=f"^{message}.*foreach is taken"):
             optimizer.step()
-    mixed = [torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16)]
-    optimizer = cls(mixed, fused=True)
-    for w in mixed:
-        w.grad = torch.ones_like(w)
-    with pytest.raises(RuntimeError, match=r"several dtypes: torch\.bfloat16, torch\.float32"):
-        optimizer.step()
-    for other in ("foreach", "differentiable", "capturable"):
+    for other in ("foreach", "capturable"):
         with pytest.raises(RuntimeError, match=f"`fused` and `{other}` cannot be `True` together"):
             cls([torch.zeros(3)], fused=True, **{other: True})
+    with pytest.raises(RuntimeError, match="^`fused` does not support `differentiable`.*single-tensor form"):
+        cls([torch.zeros(3)], fused=True, differentiable=True)
+
+
+@CLASSES
+def test_a_group_of_several_dtypes_equals_groups_of_their_own(cls: type[AdaBayes]) -> None:
+    """As torch's fused AdamW takes one; also with gradients that come and go."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.bfloat16, torch.float32]
+
+    def mixed() -> list[Tensor]:
+        return [torch.linspace(-1, 1, 70).to(dtype) for dtype in dtypes]
+
+    together = cls(mixed(), weight_decay=0.1, fused=True)
+    apart = cls([{"params": [p]} for p in mixed()], weight_decay=0.1, fused=True)
+    for t in range(4):
+        for optimizer in (together, apart):
+            set_gradients([p for group in optimizer.param_groups for p in group["params"]], t, missing=True)
+            optimizer.step()
+    assert_same(together, apart)
 
 
 # Memory that moves
@@ -364,7 +379,7 @@ def test_gradients_of_another_layout_are_understood(cls: type[AdaBayes]) -> None
         v.grad = w.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
-    assert optimizers[0]._plans
+    assert optimizers[0]._fused
     assert_close(*optimizers, torch.float32)
 
 
@@ -462,4 +477,4 @@ def test_nan_and_infinity_stay_where_they_are(cls: type[AdaBayes]) -> None:
         assert w[3].isnan()
         fine = torch.ones(100, dtype=torch.bool)
         fine[[3, 5]] = False
-        assert all(entry[fine].isfinite().all() for entry in (w, state["exp_avg"], state[optimizer._buffers[1]]))
+        assert all(entry[fine].isfinite().all() for entry in (w, state["exp_avg"], state[list(optimizer.STATE)[1]]))

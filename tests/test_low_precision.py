@@ -24,16 +24,16 @@ EACH_FORM = pytest.mark.parametrize("form", FORMS, ids=lambda form: next(iter(fo
 
 
 def rounded(values: torch.Tensor, key: int, stream: str = "exp_avg") -> torch.Tensor:
-    return _rounding.to_bf16(values, values, key, stream)
+    return _rounding.round_to_bf16(values, values, key, stream)
 
 
-@pytest.mark.parametrize("stream", ["exp_avg", "second", "param"])
+@pytest.mark.parametrize("stream", list(random_bits.STREAMS))
 @pytest.mark.parametrize("value", [1.0 + 1 / 1000, -3.14159, 1e-30, 123.456])
 def test_mean_of_many_roundings_is_the_value(value: float, stream: str) -> None:
     """Within four standard errors; and only the two neighbours in bf16 occur."""
     count = 100_000
     x = torch.full((count,), value)
-    key = _rounding.key_of(1, 2, 3)
+    key = random_bits.key_of(1, 2, 3)
     results = rounded(x, key, stream).double()
     low, high = results.min(), results.max()
     assert len(results.unique()) == 2
@@ -45,7 +45,7 @@ def test_mean_of_many_roundings_is_the_value(value: float, stream: str) -> None:
 def test_roundings_of_one_element_are_independent_from_step_to_step() -> None:
     """The mean over steps, of single elements; and no memory from one step to the next."""
     value = torch.full((64,), 1.0 + 0.3 / 128)
-    up = torch.stack([rounded(value, _rounding.key_of(0, 0, t)) > 1 for t in range(4000)]).double()
+    up = torch.stack([rounded(value, random_bits.key_of(0, 0, t)) > 1 for t in range(4000)]).double()
     assert up.mean(0).sub(0.3).abs().max() < 5 * math.sqrt(0.3 * 0.7 / 4000)
     centred = up - up.mean(0)
     correlation = (centred[1:] * centred[:-1]).mean(0) / (0.3 * 0.7)
@@ -115,7 +115,7 @@ def test_seed_decides(cls: type[AdaBayes], form: dict[str, Any]) -> None:
 
 @CLASSES
 @EACH_FORM
-def test_state_takes_four_bytes_a_weight_and_is_saved_exactly(cls: type[AdaBayes], form: dict[str, Any]) -> None:
+def test_state_takes_four_bytes_per_weight_and_is_saved_exactly(cls: type[AdaBayes], form: dict[str, Any]) -> None:
     def start() -> tuple[torch.Tensor, Any]:
         w = torch.linspace(-1, 1, 100)
         return w, cls([w], state_dtype=torch.bfloat16, **form)

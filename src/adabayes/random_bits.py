@@ -11,7 +11,9 @@ from typing import Any
 Bits = Any  # int, int64 tensor of 32-bit values, or uint32 array
 
 MASK = 0xFFFFFFFF
-STREAMS = {"exp_avg": (0, 0), "second": (0, 16), "param": (0x9E3779B9, 16)}  # key flip, and which half of the 32 bits
+_FLIP = 0x9E3779B9
+# Of each stream: what the key is changed by, and which half of the 32 bits it has
+STREAMS = {"exp_avg": (0, 0), "second": (0, 16), "third": (0xC2B2AE35, 0), "param": (_FLIP, 16)}
 
 
 def mix(x: Bits) -> Bits:

@@ -5,6 +5,7 @@
  * large one does. Every element is computed by itself, and nothing is contracted or reordered (-ffp-contract=off), so
  * results do not depend on the number of threads, on the instruction set, or on where a share begins.
  */
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -28,7 +29,7 @@
 #define HAS_CLONES 0
 #endif
 
-#define ABI_VERSION 1
+#define ABI_VERSION 2
 #define UNIT 64
 #define SHARE (32768 / UNIT) /* units that are worth a thread */
 #define MAX_THREADS 256
@@ -44,12 +45,11 @@ typedef struct {
     void *const *params;
     const void *const *grads;
     void *const *exp_avgs;
-    void *const *states;    /* gain, or exp_avg_sq */
-    float *const *steps;
+    void *const *second_states; /* gain, or exp_avg_sq */
+    void *const *steps;
     const int64_t *numels;
-    const uint8_t *asleep;  /* of each tensor: may hold weights without a gradient so far; at the first step all may */
-    const int64_t *ordinals; /* of each tensor: who it is, to the random generator */
-    int32_t param_type, state_type, threads;
+    const int64_t *indices; /* of each tensor among all of the optimizer's, for the random generator */
+    int32_t param_type, state_type, step_type, threads;
     int32_t round_params;   /* stochastically */
     int64_t seed;
 } tensors;
@@ -58,22 +58,21 @@ typedef struct {
     double unscale;         /* of the gradients: one over GradScaler's scale */
     double beta1, beta2;
     double shrink;          /* weight decay */
-} common_coefficients;
+    double rate;            /* of the step, beside gain and bias corrections; negative to ascend */
+} common_numbers;
 
 typedef struct {
-    common_coefficients common;
-    double scale;           /* of the step, beside gain and momentum; negative to ascend */
-    double loss, noise;     /* of the gain between two gradients: gain + noise - loss * gain */
+    common_numbers common;
+    double forget, noise;   /* of the gain between two gradients: gain + (noise - forget * gain) */
     double information;     /* curvature per squared gradient */
     double half;            /* 0.5 / lr_sgd: for the start of a filter */
     double slope;           /* rms gradient to precision at the start: 1 / lr; 0 to start at lr_sgd */
-} adabayes_coefficients;
+} adabayes_numbers;
 
 typedef struct {
-    common_coefficients common;
-    double lr;
+    common_numbers common;
     double eps;
-} adabayes_fp_coefficients;
+} adabayes_fp_numbers;
 
 typedef struct {
     double first, second;   /* 1 - beta^step */
@@ -120,9 +119,9 @@ static inline uint16_t to_f16(float x) {
     return (uint16_t)(half | (bits >> 16 & 0x8000u));
 }
 
-/* A random generator that is a function of who asks: seed, tensor, step and element; optim/_rounding.py has the same,
- * number for number. Neighbours get numbers that are spread evenly (multiples of a constant); over the steps, the key
- * makes those of one element independent. That is all that rounding needs, and it costs a sixth of the loop. */
+/* A random generator that is a function of seed, tensor, step and element; random_bits.py has the same, number for
+ * number. Neighbours get numbers that are spread evenly (multiples of a constant); over the steps, the key makes those
+ * of one element independent. That is all that rounding needs, and it costs a sixth of the loop. */
 
 static inline uint32_t mix(uint32_t x) {
     x *= 0x9e3779b1u;
@@ -135,9 +134,9 @@ static uint32_t scatter(uint32_t x) { /* for keys: Wellons's lowbias32 */
     return x ^ x >> 15;
 }
 
-static uint32_t key_of(int64_t seed, int64_t ordinal, float step) {
+static uint32_t key_of(int64_t seed, int64_t index, double step) {
     uint32_t key = scatter((uint32_t)seed) ^ (uint32_t)(seed >> 32);
-    key = scatter(key + (uint32_t)ordinal);
+    key = scatter(key + (uint32_t)index);
     return scatter(key + (uint32_t)(int64_t)step);
 }
 
@@ -150,6 +149,7 @@ static uint32_t key_of(int64_t seed, int64_t ordinal, float step) {
 
 #define REAL float
 #define SQRT sqrtf
+#define LARGEST FLT_MAX
 #define STATE_NAME f32
 #define STATE_C float
 #define LOAD_STATE(x) (x)
@@ -170,12 +170,14 @@ static uint32_t key_of(int64_t seed, int64_t ordinal, float step) {
 
 #undef REAL
 #undef SQRT
+#undef LARGEST
 #undef STATE_NAME
 #undef STATE_C
 #undef LOAD_STATE
 #undef STORE_STATE
 #define REAL double
 #define SQRT sqrt
+#define LARGEST DBL_MAX
 #define STATE_NAME f64
 #define STATE_C double
 #define LOAD_STATE(x) (x)
@@ -187,8 +189,8 @@ static uint32_t key_of(int64_t seed, int64_t ordinal, float step) {
 #define STORE_PARAM(x, random) (x)
 #include "update.h"
 
-typedef void update(const void *coefficients, const bias_corrections *bias, void *restrict p, const void *restrict g, void *restrict m,
-                    void *restrict s, uint32_t first, int32_t count, int asleep, int round_params, uint32_t key);
+typedef void update(const void *numbers, const bias_corrections *bias, void *restrict p, const void *restrict g,
+                    void *restrict m, void *restrict s, uint32_t first, int32_t count, int round_params, uint32_t key);
 
 static update *const adabayes_updates[DTYPES][DTYPES] = {
     [F32] = {[F32] = adabayes_f32_f32, [BF16] = adabayes_f32_bf16},
@@ -208,7 +210,7 @@ static update *const adabayes_fp_updates[DTYPES][DTYPES] = {
 
 typedef struct {
     const tensors *t;
-    const void *coefficients;
+    const void *numbers;
     update *apply;
     int64_t units;
     int shares;
@@ -217,12 +219,11 @@ typedef struct {
 
 /* The last elements of a tensor, too few for whole vectors, which would be done one by one: so in a unit of their own,
  * filled up with zeros. Most of a small tensor's time is saved so. */
-static void apply_to_rest(const job *j, int64_t i, const bias_corrections *bias, int64_t from, int64_t to, int asleep,
-                          uint32_t key) {
+static void apply_to_rest(const job *j, int64_t i, const bias_corrections *bias, int64_t from, int64_t to, uint32_t key) {
     const tensors *t = j->t;
     const int64_t size_p = SIZES[t->param_type], size_s = SIZES[t->state_type];
     char *p = (char *)t->params[i] + from * size_p, *m = (char *)t->exp_avgs[i] + from * size_s;
-    char *s = (char *)t->states[i] + from * size_s;
+    char *s = (char *)t->second_states[i] + from * size_s;
     const char *g = (const char *)t->grads[i] + from * size_p;
     const size_t bytes_p = (size_t)((to - from) * size_p), bytes_s = (size_t)((to - from) * size_s);
     _Alignas(64) char unit[4][UNIT * 8] = {{0}};
@@ -230,19 +231,22 @@ static void apply_to_rest(const job *j, int64_t i, const bias_corrections *bias,
     memcpy(unit[1], g, bytes_p);
     memcpy(unit[2], m, bytes_s);
     memcpy(unit[3], s, bytes_s);
-    j->apply(j->coefficients, bias, unit[0], unit[1], unit[2], unit[3], (uint32_t)from, UNIT, asleep, t->round_params,
-             key);
+    j->apply(j->numbers, bias, unit[0], unit[1], unit[2], unit[3], (uint32_t)from, UNIT, t->round_params, key);
     memcpy(p, unit[0], bytes_p);
     memcpy(m, unit[2], bytes_s);
     memcpy(s, unit[3], bytes_s);
 }
 
+static double step_of(const tensors *t, int64_t i) {
+    return t->step_type == F64 ? *(const double *)t->steps[i] : *(const float *)t->steps[i];
+}
+
 static void take_shares(void *data) {
     job *j = data;
     const tensors *t = j->t;
-    const common_coefficients *c = j->coefficients;
+    const common_numbers *c = j->numbers;
     bias_corrections bias = {1, 1};
-    float last_step = -1; /* most tensors have the same count, and a power takes longer than a small tensor */
+    double last_step = -1; /* most tensors have the same count, and a power takes longer than a small tensor */
     for (;;) {
         int64_t share = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED);
         if (share >= j->shares) return;
@@ -252,22 +256,21 @@ static void take_shares(void *data) {
             if (last > from) {
                 int64_t begin = from > first ? (from - first) * UNIT : 0;
                 int64_t end = to < last ? (to - first) * UNIT : t->numels[i];
-                float step = *t->steps[i];
+                double step = step_of(t, i);
                 if (step != last_step) {
                     bias = (bias_corrections){1 - pow(c->beta1, step), 1 - pow(c->beta2, step)};
                     last_step = step;
                 }
-                uint32_t key = key_of(t->seed, t->ordinals[i], step);
-                int asleep = (t->asleep && t->asleep[i]) || step == 1;
+                uint32_t key = key_of(t->seed, t->indices[i], step);
                 int64_t whole = end - (end - begin) % UNIT;
                 for (int64_t at = begin; at < whole; at += LONGEST) {
                     int32_t count = (int32_t)(whole - at < LONGEST ? whole - at : LONGEST);
                     int64_t p = at * SIZES[t->param_type], s = at * SIZES[t->state_type];
-                    j->apply(j->coefficients, &bias, (char *)t->params[i] + p, (const char *)t->grads[i] + p,
-                             (char *)t->exp_avgs[i] + s, (char *)t->states[i] + s, (uint32_t)at, count, asleep,
+                    j->apply(j->numbers, &bias, (char *)t->params[i] + p, (const char *)t->grads[i] + p,
+                             (char *)t->exp_avgs[i] + s, (char *)t->second_states[i] + s, (uint32_t)at, count,
                              t->round_params, key);
                 }
-                if (whole < end) apply_to_rest(j, i, &bias, whole, end, asleep, key);
+                if (whole < end) apply_to_rest(j, i, &bias, whole, end, key);
             }
             first = last;
         }
@@ -288,13 +291,14 @@ static void *take_shares_in_thread(void *data) {
 }
 #endif
 
-static int run(const tensors *t, const void *coefficients, update *const (*updates)[DTYPES]) {
+static int run(const tensors *t, const void *numbers, update *const (*updates)[DTYPES]) {
     if (t->param_type < 0 || t->param_type >= DTYPES || t->state_type < 0 || t->state_type >= DTYPES) return 1;
     update *apply = updates[t->param_type][t->state_type];
     if (!apply) return 1;
-    job j = {t, coefficients, apply, 0, 1, 0};
+    job j = {t, numbers, apply, 0, 1, 0};
     for (int64_t i = 0; i < t->count; i++) {
-        *t->steps[i] += 1;
+        if (t->step_type == F64) *(double *)t->steps[i] += 1;
+        else *(float *)t->steps[i] += 1;
         j.units += (t->numels[i] + UNIT - 1) / UNIT;
     }
     int64_t worth = j.units / SHARE + 1;
@@ -318,19 +322,19 @@ static int run(const tensors *t, const void *coefficients, update *const (*updat
     return 0;
 }
 
-EXPORT int adabayes_step(const tensors *t, const adabayes_coefficients *c) { return run(t, c, adabayes_updates); }
+EXPORT int adabayes_step(const tensors *t, const adabayes_numbers *c) { return run(t, c, adabayes_updates); }
 
-EXPORT int adabayes_fp_step(const tensors *t, const adabayes_fp_coefficients *c) {
+EXPORT int adabayes_fp_step(const tensors *t, const adabayes_fp_numbers *c) {
     return run(t, c, adabayes_fp_updates);
 }
 
 /* The least that a step can do: four arrays read, three of them written. What its time is measured against. */
 static CLONES void stream(const void *unused, const bias_corrections *bias, void *restrict p, const void *restrict g,
-                          void *restrict m, void *restrict s, uint32_t first, int32_t count, int asleep,
-                          int round_params, uint32_t key) {
+                          void *restrict m, void *restrict s, uint32_t first, int32_t count, int round_params,
+                          uint32_t key) {
     float *a = p, *b = m, *c = s;
     const float *d = g;
-    (void)unused, (void)bias, (void)first, (void)asleep, (void)round_params, (void)key;
+    (void)unused, (void)bias, (void)first, (void)round_params, (void)key;
     for (int32_t i = 0; i < count; i++) {
         a[i] += d[i];
         b[i] += d[i];
@@ -338,7 +342,7 @@ static CLONES void stream(const void *unused, const bias_corrections *bias, void
     }
 }
 
-EXPORT int adabayes_stream(const tensors *t, const common_coefficients *c) {
+EXPORT int adabayes_stream(const tensors *t, const common_numbers *c) {
     static update *const only[DTYPES][DTYPES] = {[F32] = {[F32] = stream}};
     return run(t, c, only);
 }

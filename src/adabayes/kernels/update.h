@@ -1,69 +1,64 @@
 /* The two updates of a run of elements of one tensor, for the types that the includer has set. Not guarded: included
  * once for each pair of types. */
 
-CLONES static void NAME(adabayes, PARAM_NAME, STATE_NAME)(const void *coefficients, const bias_corrections *bias,
-        void *restrict param,
-                                                          const void *restrict grad, void *restrict exp_avg,
-                                                          void *restrict gain, uint32_t first,
-                                                          int32_t count, int asleep, int round_params, uint32_t key) {
-    const adabayes_coefficients *c = coefficients;
-    PARAM_C *p = param;
-    const PARAM_C *g = grad;
-    STATE_C *m = exp_avg, *s = gain;
-    const double unscale = c->common.unscale; /* goes into what the gradient is multiplied with */
-    const REAL shrink = (REAL)c->common.shrink;
-    const REAL weight = (REAL)((1 - c->common.beta1) * unscale), beta1 = (REAL)c->common.beta1;
-    const REAL loss = (REAL)c->loss, noise = (REAL)c->noise;
-    const REAL information = (REAL)(c->information * unscale * unscale);
-    const REAL half = (REAL)c->half, slope = (REAL)(c->slope * unscale);
-    const REAL size = (REAL)(c->scale / bias->first);
-    (void)round_params;
+#define RUN(update)                                                                                                \
+    CLONES static void NAME(update, PARAM_NAME, STATE_NAME)(                                                       \
+        const void *numbers, const bias_corrections *bias, void *restrict param, const void *restrict grad,        \
+        void *restrict exp_avg, void *restrict second_state, uint32_t first, int32_t count, int round_params,      \
+        uint32_t key)
 
-#define BODY(ASLEEP, from, to)                                                                                     \
+/* predict: gain + (noise - forget * gain); update: prior / (1 + prior * B g^2). A filter that has not started, whose
+ * state is all zero, starts at the fixed point of its first gradient (or, if slope is 0, at lr_sgd). */
+#define FILTER(MAY_START, from, to)                                                                                \
     for (int32_t i = from; i < to; i++) {                                                                          \
-        const uint32_t who = (first + (uint32_t)i) ^ key, random = mix(who), more = mix(who ^ PARAM_STREAM);              \
+        const uint32_t who = (first + (uint32_t)i) ^ key, random = mix(who), more = mix(who ^ PARAM_STREAM);       \
         const REAL gi = (REAL)LOAD_PARAM(g[i]);                                                                    \
         const REAL old = (REAL)LOAD_STATE(m[i]), before = (REAL)LOAD_STATE(s[i]);                                  \
         const REAL mean = beta1 * old + weight * gi;                                                               \
-        const int sleeping = ASLEEP && before == 0 && old == 0;                                                    \
+        const int unstarted = MAY_START && before == 0 && old == 0;                                                \
         const REAL line = slope * gi;                                                                              \
-        const REAL begun = sleeping ? 1 / (half + SQRT(half * half + line * line)) : before;                       \
-        const REAL next = begun + (noise - loss * begun), prior = next < noise ? noise : next;                     \
+        const REAL begun = unstarted ? 1 / (half + SQRT(half * half + line * line)) : before;                      \
+        const REAL next = begun + (noise - forget * begun), prior = next < noise ? noise : next;                   \
         const REAL posterior = prior / (1 + prior * (information * gi * gi));                                      \
         const REAL moved = (REAL)LOAD_PARAM(p[i]) * shrink - size * (posterior * mean);                            \
         p[i] = STORE_PARAM(moved, more);                                                                           \
         m[i] = STORE_STATE(mean, random);                                                                          \
-        s[i] = STORE_STATE(sleeping && gi == 0 && slope != 0 ? 0 : posterior, random >> 16);                       \
+        s[i] = STORE_STATE(unstarted && gi == 0 && slope != 0 ? 0 : posterior, random >> 16);                      \
         (void)random, (void)more;                                                                                  \
     }
-    if (!asleep) {
-        BODY(0, 0, count)
-        return;
-    }
-    /* Few weights sleep after the first step, and to begin a filter costs a root: so block by block, where one is. */
-    for (int32_t from = 0; from < count; from += BLOCK) {
-        const int32_t to = count - from < BLOCK ? count : from + BLOCK;
-        int any = 0;
-        for (int32_t i = from; i < to; i++) any |= LOAD_STATE(s[i]) == 0;
-        if (any) {
-            BODY(1, from, to)
-        } else {
-            BODY(0, from, to)
-        }
-    }
-#undef BODY
-}
 
-CLONES static void NAME(adabayes_fp, PARAM_NAME, STATE_NAME)(const void *coefficients, const bias_corrections *bias,
-        void *restrict param,
-                                                             const void *restrict grad, void *restrict exp_avg,
-                                                             void *restrict exp_avg_sq,
-                                                             uint32_t first, int32_t count, int asleep, int round_params,
-                                                             uint32_t key) {
-    const adabayes_fp_coefficients *c = coefficients;
+RUN(adabayes) {
+    const adabayes_numbers *c = numbers;
     PARAM_C *p = param;
     const PARAM_C *g = grad;
-    STATE_C *m = exp_avg, *v = exp_avg_sq;
+    STATE_C *m = exp_avg, *s = second_state;
+    const double unscale = c->common.unscale; /* goes into what the gradient is multiplied with */
+    const REAL shrink = (REAL)c->common.shrink;
+    const REAL weight = (REAL)((1 - c->common.beta1) * unscale), beta1 = (REAL)c->common.beta1;
+    const REAL forget = (REAL)c->forget, noise = (REAL)c->noise;
+    const REAL information = (REAL)(c->information * unscale * unscale);
+    const REAL half = (REAL)c->half, slope = (REAL)(c->slope * unscale);
+    const REAL size = (REAL)(c->common.rate / bias->first);
+    (void)round_params;
+
+    /* To start a filter costs a root, and few have not started: so only in blocks where there is one. */
+    for (int32_t from = 0; from < count; from += BLOCK) {
+        const int32_t to = count - from < BLOCK ? count : from + BLOCK;
+        int unstarted = 0;
+        for (int32_t i = from; i < to; i++) unstarted |= LOAD_STATE(s[i]) == 0;
+        if (unstarted) {
+            FILTER(1, from, to)
+        } else {
+            FILTER(0, from, to)
+        }
+    }
+}
+
+RUN(adabayes_fp) {
+    const adabayes_fp_numbers *c = numbers;
+    PARAM_C *p = param;
+    const PARAM_C *g = grad;
+    STATE_C *m = exp_avg, *v = second_state;
     const double unscale = c->common.unscale; /* goes into what the gradient is multiplied with */
     const REAL shrink = (REAL)c->common.shrink;
     const REAL weight = (REAL)((1 - c->common.beta1) * unscale), beta1 = (REAL)c->common.beta1;
@@ -71,15 +66,16 @@ CLONES static void NAME(adabayes_fp, PARAM_NAME, STATE_NAME)(const void *coeffic
     /* The denominator and the step are both multiplied by the root of v's bias correction. */
     const double root = sqrt(bias->second), outer = root * (c->eps / 2);
     const REAL inside = (REAL)(outer * outer), outside = (REAL)outer;
-    const REAL size = (REAL)(c->lr * root / bias->first);
-    (void)asleep, (void)round_params;
+    const REAL size = (REAL)(c->common.rate * root / bias->first);
+    (void)round_params;
 
     for (int32_t i = 0; i < count; i++) {
         const uint32_t who = (first + (uint32_t)i) ^ key, random = mix(who), more = mix(who ^ PARAM_STREAM);
         const REAL gi = (REAL)LOAD_PARAM(g[i]);
         const REAL old = (REAL)LOAD_STATE(m[i]), before = (REAL)LOAD_STATE(v[i]);
         const REAL mean = beta1 * old + weight * gi;
-        const REAL square = before * beta2 + weight2 * (gi * gi);
+        const REAL product = weight2 * (gi * gi);
+        const REAL square = before * beta2 + (product <= LARGEST ? product : weight2 * gi * gi); /* gi^2 may overflow */
         const REAL moved = (REAL)LOAD_PARAM(p[i]) * shrink - size * (mean / (SQRT(square + inside) + outside));
         p[i] = STORE_PARAM(moved, more);
         m[i] = STORE_STATE(mean, random);
@@ -88,6 +84,8 @@ CLONES static void NAME(adabayes_fp, PARAM_NAME, STATE_NAME)(const void *coeffic
     }
 }
 
+#undef RUN
+#undef FILTER
 #undef PARAM_NAME
 #undef PARAM_C
 #undef LOAD_PARAM

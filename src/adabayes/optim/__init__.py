@@ -1,8 +1,8 @@
 """Optimizers for PyTorch."""
 
-from adabayes.optim._groups import param_groups
-from adabayes.optim.adabayes import AdaBayes, adabayes
-from adabayes.optim.adabayes_fp import AdaBayesFP, adabayes_fp
-from adabayes.optim.adabound import AdaBound, adabound
+from adabayes.optim.adabayes import AdaBayes
+from adabayes.optim.adabayes_fp import AdaBayesFP
+from adabayes.optim.adabound import AdaBound
+from adabayes.optim.param_groups import param_groups
 
-__all__ = ["AdaBayes", "AdaBayesFP", "AdaBound", "adabayes", "adabayes_fp", "adabound", "param_groups"]
+__all__ = ["AdaBayes", "AdaBayesFP", "AdaBound", "param_groups"]

@@ -6,26 +6,21 @@ of the remainder instead, it arrives on average.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from adabayes.optim._tensors import Scalar
 from adabayes.random_bits import MASK, Bits, carry_of, key_of
-from adabayes.optim._base import step_value
 
-Stored = tuple[list[Tensor], list[Tensor], str]  # where, what, and the stream of random bits
+__all__ = ["STATE_STREAMS", "Rounding", "round_to_bf16"]
 
-
-class Rounding(NamedTuple):
-    """What stochastic rounding needs to know."""
-
-    seed: int
-    ordinals: list[int]  # of the tensors at hand
-    params: bool  # whether bf16 parameters are rounded so, too
+STATE_STREAMS = ("exp_avg", "second", "third")  # of the entries of state that are kept in bf16, in their order
 
 
-def to_bf16(x: Tensor, like: Tensor, key: Bits, stream: str) -> Tensor:
+def round_to_bf16(x: Tensor, like: Tensor, key: Bits, stream: str) -> Tensor:
     """Round fp32 to bf16, up with the probability of the remainder; infinities and nan stay what they are.
 
     ``like`` gives the layout in memory, in whose order elements are numbered.
@@ -37,49 +32,23 @@ def to_bf16(x: Tensor, like: Tensor, key: Bits, stream: str) -> Tensor:
     return rounded.to(torch.int16).view(torch.bfloat16)
 
 
-class Keys(NamedTuple):
-    """The keys of one tensor at one step; None where it is rounded to nearest."""
+class Rounding(NamedTuple):
+    """How values are put where they belong: bf16 state is rounded stochastically, bf16 parameters if so wished."""
 
-    state: Bits | None
-    param: Bits | None
+    seed: int
+    params: bool
+    indices: Sequence[int]  # of all parameters, if any of them or of their state is bf16 and rounded so
 
-
-def keys_of(rounding: Rounding | None, place: int, step: float | Tensor) -> Keys:
-    if rounding is None:
-        return Keys(None, None)
-    whole = step.to(torch.int64) if isinstance(step, Tensor) else int(step)
-    key = key_of(rounding.seed, rounding.ordinals[place], whole)
-    return Keys(key, key if rounding.params else None)
-
-
-def store_(target: Tensor, value: Tensor, key: Bits | None, stream: str) -> None:
-    """Put a value where it belongs; stochastically rounded if that is bf16 and there is a key."""
-    if key is not None and target.dtype == torch.bfloat16:
-        value = to_bf16(value, target, key, stream)
-    target.copy_(value)
-
-
-def store_all_(
-    params: Stored,
-    exp_avgs: Stored,
-    seconds: Stored,
-    rounding: Rounding | None,
-    places: list[int],
-    steps: list[Tensor],
-    capturable: bool,
-) -> None:
-    """The same for lists, where the values are not already in their places: of another dtype, they are copies."""
-    apart = [stored for stored in (params, exp_avgs, seconds) if stored[0][0].dtype != stored[1][0].dtype]
-    if rounding is None:
-        for targets, values, _ in apart:
-            torch._foreach_copy_(targets, values)
-        return
-    for i, (place, step) in enumerate(zip(places, steps)):
-        keys = keys_of(rounding, place, step_value(step, capturable))
-        for targets, values, stream in apart:
-            store_(targets[i], values[i], keys.param if stream == "param" else keys.state, stream)
-
-
-def widened(tensors: list[Tensor]) -> list[Tensor]:
-    """State to compute with: itself, or copies in fp32 of bf16."""
-    return [t.float() for t in tensors] if tensors[0].dtype == torch.bfloat16 else tensors
+    def store(
+        self, targets: Sequence[Tensor], values: Sequence[Tensor], stream: str, places: Sequence[int], t: Scalar
+    ) -> None:
+        """Store values, of the parameters in these places, at step ``t`` (a number, or one for each)."""
+        if self.indices and targets[0].dtype == torch.bfloat16 and (self.params or stream != "param"):
+            count = len(targets)
+            steps = t.to(torch.int64).expand(count).unbind() if isinstance(t, Tensor) else [int(t)] * count
+            keys = [key_of(self.seed, self.indices[place], step) for place, step in zip(places, steps)]
+            values = [round_to_bf16(v, target, key, stream) for v, target, key in zip(values, targets, keys)]
+        if len(targets) == 1:
+            targets[0].copy_(values[0])
+        else:
+            torch._foreach_copy_(list(targets), list(values))

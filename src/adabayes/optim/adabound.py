@@ -6,28 +6,34 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT, _disable_dynamo_if_unsupported
+from torch.optim.optimizer import ParamsT
 
-from adabayes.optim._base import (
-    BaseOptimizer,
-    Group,
-    Scalar,
-    as_scalar,
-    check_call,
-    check_range,
-    count_step_,
-    in_precision_of,
-    per_step,
-    prefers_foreach,
-    real_views,
-    step_value,
-    uniform_runs,
-)
+from adabayes.optim._checks import check_range
+from adabayes.optim._engine import Batch, EngineOptimizer, Group, Step
+from adabayes.optim._state import Entry
+from adabayes.optim._tensors import Scalar
 
-__all__ = ["AdaBound", "adabound"]
+__all__ = ["AdaBound"]
 
 
-class AdaBound(BaseOptimizer):
+class _Numbers(NamedTuple):
+    """The numbers of one step; some are tensors while a graph is captured."""
+
+    lr: Scalar
+    final_lr: Scalar
+    gamma: float
+    beta1: float
+    beta2: float
+    eps: float
+
+    def bounds(self, t: Scalar) -> tuple[Scalar, Scalar]:
+        """Return the bounds of the learning rate at step ``t``."""
+        if not self.gamma:
+            return 0.0 * t, float("inf") + 0.0 * t
+        return self.final_lr * (1 - 1 / (self.gamma * t + 1)), self.final_lr * (1 + 1 / (self.gamma * t))
+
+
+class AdaBound(EngineOptimizer):
     r"""AdaBound, and AMSBound with ``amsbound=True`` (Luo et al., 2019): the paper's rivals.
 
     .. math::
@@ -55,6 +61,9 @@ class AdaBound(BaseOptimizer):
         foreach: the form that works on all tensors at once. None: whenever it can.
         capturable: keep the step count on the device, for CUDA graphs.
         differentiable: let autograd follow the step.
+        state_dtype: ``torch.bfloat16`` halves the state, with stochastic rounding.
+        stochastic_rounding: round bf16 parameters stochastically, so that small steps are not lost.
+        seed: of the rounding.
 
     Examples:
         >>> import torch
@@ -67,7 +76,8 @@ class AdaBound(BaseOptimizer):
         Luo, Xiong, Liu and Sun, "Adaptive gradient methods with dynamic bound of learning rate", ICLR 2019.
     """
 
-    _buffers = ("exp_avg", "exp_avg_sq")
+    STATE = {"exp_avg": Entry(), "exp_avg_sq": Entry()}  # noqa: RUF012
+    COUPLED_DECAY = True
 
     def __init__(
         self,
@@ -84,6 +94,9 @@ class AdaBound(BaseOptimizer):
         foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -97,192 +110,31 @@ class AdaBound(BaseOptimizer):
             "foreach": foreach,
             "capturable": capturable,
             "differentiable": differentiable,
+            "state_dtype": state_dtype,
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
         }
         super().__init__(params, defaults)
+
+    def direction(self, gradient: Batch, state: dict[str, Batch], c: _Numbers, t: Scalar) -> Step:
+        mean = state["exp_avg"].mul_(c.beta1).add_(gradient, alpha=1 - c.beta1)
+        mean_square = state["exp_avg_sq"].mul_(c.beta2).addcmul_(gradient, gradient, 1 - c.beta2)
+        if "max_exp_avg_sq" in state:
+            mean_square = state["max_exp_avg_sq"].maximum_(mean_square)
+        adams = c.lr * (1 - c.beta2**t) ** 0.5 / (1 - c.beta1**t)
+        rates = mean_square.sqrt().add_(c.eps).reciprocal_().mul_(adams).clamp_(*c.bounds(t))
+        return Step(rates.mul_(mean))
+
+    def numbers(self, group: Group, lr: Scalar) -> _Numbers:
+        final_lr = group["final_lr"] * lr / group["base_lr"]  # goes with the schedule
+        beta1, beta2 = group["betas"]
+        return _Numbers(lr, final_lr, group["gamma"], beta1, beta2, group["eps"])
+
+    def _entries(self, group: Group) -> dict[str, Entry]:
+        return {**self.STATE, "max_exp_avg_sq": Entry()} if group["amsbound"] else self.STATE
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         check_range("final learning rate", group["final_lr"])
         check_range("gamma parameter", group["gamma"], below=1.0)
         check_range("epsilon value", group["eps"])
-
-    def _buffers_of(self, group: Group) -> tuple[str, ...]:
-        return (*self._buffers, "max_exp_avg_sq") if group["amsbound"] else self._buffers
-
-    def _step_group(self, group: Group) -> None:
-        params: list[Tensor] = []
-        grads: list[Tensor] = []
-        steps: list[Tensor] = []
-        exp_avgs: list[Tensor] = []
-        exp_avg_sqs: list[Tensor] = []
-        max_exp_avg_sqs: list[Tensor] = []
-        has_complex = self._init_group(group, params, grads, steps, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-        adabound(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            max_exp_avg_sqs,
-            steps,
-            foreach=group["foreach"],
-            capturable=group["capturable"],
-            differentiable=group["differentiable"],
-            has_complex=has_complex,
-            amsbound=group["amsbound"],
-            lr=group["lr"],
-            base_lr=group["base_lr"],
-            final_lr=group["final_lr"],
-            gamma=group["gamma"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-        )
-
-
-@_disable_dynamo_if_unsupported()
-def adabound(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    max_exp_avg_sqs: list[Tensor],
-    state_steps: list[Tensor],
-    foreach: bool | None = None,
-    capturable: bool = False,
-    differentiable: bool = False,
-    has_complex: bool = False,
-    *,
-    amsbound: bool,
-    lr: float | Tensor,
-    base_lr: float,
-    final_lr: float,
-    gamma: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-) -> None:
-    r"""Functional API that performs a step of AdaBound or AMSBound. See :class:`AdaBound`.
-
-    ``lr`` is the learning rate now, ``base_lr`` that without the schedule, ``final_lr`` goes with ``base_lr``.
-    """
-    check_call(params, state_steps, capturable)
-    if foreach is None:
-        foreach = prefers_foreach(params, differentiable)
-    lr = as_scalar(lr, keep_tensor=capturable or differentiable)
-    coefficients = _Coefficients(
-        lr=lr,
-        final_lr=final_lr * lr / base_lr,
-        gamma=gamma,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
-    )
-    maxima = max_exp_avg_sqs if amsbound else exp_avg_sqs
-    update = _multi_tensor_adabound if foreach else _single_tensor_adabound
-    update(params, grads, exp_avgs, exp_avg_sqs, maxima, state_steps, coefficients, amsbound, capturable, has_complex)
-
-
-class _Coefficients(NamedTuple):
-    """The numbers of one step, the same for all tensors; some are tensors while a graph is captured."""
-
-    lr: Scalar
-    final_lr: Scalar
-    gamma: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    maximize: bool
-
-    def of_step(self, step: Scalar) -> tuple[Scalar, Scalar, Scalar]:
-        """What depends on the step count: Adam's step size, the lower and the upper bound."""
-        size = self.lr * (1 - self.beta2**step) ** 0.5 / (1 - self.beta1**step)
-        if not self.gamma:
-            return size, 0.0 * size, float("inf") + 0.0 * size
-        lower = self.final_lr * (1 - 1 / (self.gamma * step + 1))
-        return size, lower, self.final_lr * (1 + 1 / (self.gamma * step))
-
-
-def _single_tensor_adabound(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    maxima: list[Tensor],
-    state_steps: list[Tensor],
-    c: _Coefficients,
-    amsbound: bool,
-    capturable: bool,
-    has_complex: bool,
-) -> None:
-    """One tensor after the other. Nothing that autograd may want is overwritten."""
-    rows = zip(params, grads, exp_avgs, exp_avg_sqs, maxima, state_steps)
-    for param, grad, exp_avg, exp_avg_sq, maximum, step_t in rows:
-        step_t += 1
-        if has_complex:
-            param, grad, exp_avg, exp_avg_sq, maximum = real_views(param, grad, exp_avg, exp_avg_sq, maximum)
-        (value,), (grad,) = in_precision_of(exp_avg_sq, [param], [grad])
-        size, lower, upper = c.of_step(step_value(step_t, capturable))
-
-        if c.maximize:
-            grad = -grad
-        if c.weight_decay:
-            grad = grad.add(value, alpha=c.weight_decay)
-        mean = (exp_avg * c.beta1).add(grad, alpha=1 - c.beta1)
-        mean_square = (exp_avg_sq * c.beta2).addcmul(grad, grad, value=1 - c.beta2)
-        divisor = torch.maximum(maximum.clone(), mean_square) if amsbound else mean_square
-        lrs = (size / (divisor.sqrt() + c.eps)).clamp(lower, upper)  # type: ignore[arg-type]
-
-        param.copy_(value - lrs * mean)
-        exp_avg.copy_(mean)
-        exp_avg_sq.copy_(mean_square)
-        if amsbound:
-            maximum.copy_(divisor)
-
-
-def _multi_tensor_adabound(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    maxima: list[Tensor],
-    state_steps: list[Tensor],
-    c: _Coefficients,
-    amsbound: bool,
-    capturable: bool,
-    has_complex: bool,
-) -> None:
-    """All tensors at once."""
-    for run in uniform_runs(params, exp_avg_sqs, grads, exp_avgs, maxima, state_steps):
-        targets, v, g, m, divisors, steps = run
-        count_step_(steps)
-        if has_complex:
-            targets, v, g, m, divisors = (real_views(*tensors) for tensors in (targets, v, g, m, divisors))
-        p, g = in_precision_of(v[0], targets, g)
-        sizes, lower, upper = map(list, zip(*per_step(c.of_step, steps, capturable)))
-
-        if c.maximize:
-            g = list(torch._foreach_neg(g))
-        if c.weight_decay:
-            g = list(torch._foreach_add(g, p, alpha=c.weight_decay))
-        torch._foreach_mul_(m, c.beta1)
-        torch._foreach_add_(m, g, alpha=1 - c.beta1)
-        torch._foreach_mul_(v, c.beta2)
-        torch._foreach_addcmul_(v, g, g, 1 - c.beta2)
-        if amsbound:
-            torch._foreach_maximum_(divisors, v)
-        denominator = torch._foreach_sqrt(divisors if amsbound else v)
-        torch._foreach_add_(denominator, c.eps)
-        lrs = [size / d for size, d in zip(sizes, denominator)]
-        torch._foreach_clamp_min_(lrs, lower)
-        torch._foreach_clamp_max_(lrs, upper)
-        torch._foreach_mul_(lrs, m)
-        torch._foreach_sub_(p, lrs)
-        if p[0].dtype != targets[0].dtype:
-            torch._foreach_copy_(targets, p)

@@ -1,11 +1,18 @@
-"""Errors for arguments that people bring along from other optimizers."""
+"""Checks of arguments, with errors that say which value was wrong, what is permitted and what to do."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import ParamSpec
+from numbers import Real
+from typing import Any, ParamSpec
+
+from torch import Tensor
+
+from adabayes.optim._tensors import as_float
+
+__all__ = ["check_choice", "check_range", "explain", "explains_unknown"]
 
 P = ParamSpec("P")
 
@@ -20,15 +27,30 @@ _INSTEAD = {
 }
 
 
+def check_range(name: str, value: Any, least: float = 0.0, below: float = float("inf"), hint: str = "") -> None:
+    """Raise unless ``least <= value < below``."""
+    if not isinstance(value, (Real, Tensor)):
+        raise TypeError(f"Invalid {name}: {value!r} is not a number but a {type(value).__name__}.{hint}")
+    number = as_float(value)
+    if not least <= number < below:
+        upper = "finite" if below == float("inf") else f"below {below:g}"
+        raise ValueError(f"Invalid {name}: {number:g}. It must be at least {least:g} and {upper}.{hint}")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"Invalid {name}: {value!r}. It must be one of {', '.join(map(repr, choices))}.")
+
+
 def explain(cls: type, unknown: Sequence[str]) -> None:
-    """Raise for arguments that are known from elsewhere, saying what takes their place."""
+    """Raise for arguments that are known from other optimizers, and say what takes their place here."""
     if known := [name for name in unknown if name in _INSTEAD]:
         hints = " ".join(_INSTEAD[name] for name in known)
         raise TypeError(f"{cls.__name__} takes no {' and no '.join(known)}. {hints}")
 
 
 def explains_unknown(init: Callable[P, None]) -> Callable[P, None]:
-    """Let a constructor do so, where Python would only name them."""
+    """Let a constructor explain unknown arguments, where Python would only name them."""
     taken = inspect.signature(init).parameters
 
     @functools.wraps(init)

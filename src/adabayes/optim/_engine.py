@@ -1,0 +1,302 @@
+"""The engine: everything about a step but its mathematics.
+
+An optimizer declares the state of a parameter (``STATE``), works out the numbers of a step from the settings of a
+group (``numbers``), and says in which direction the weights move (``direction``). The engine collects parameters, makes
+their state, groups tensors of one kind, and takes care of precision, complex numbers, weight decay, ascent, rounding
+and the form in which a step is computed. tests/test_engine.py has an optimizer of a few lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    Optimizer,
+    ParamsT,
+    _foreach_supported_types,
+    _get_capturable_supported_devices,
+    _use_grad_for_differentiable,
+)
+
+from adabayes.optim._batch import Batch, Step
+from adabayes.optim._checks import check_choice, check_range
+from adabayes.optim._fused import FusedSteps, Kernel
+from adabayes.optim._rounding import STATE_STREAMS, Rounding
+from adabayes.optim._state import Group, StatefulOptimizer, dtype_name, own_state
+from adabayes.optim._tensors import Scalar, as_float, real_view
+from adabayes.rates import USUAL_LR
+
+__all__ = ["Batch", "EngineOptimizer", "Group", "Step"]
+
+# Named differently in older versions of torch; the old name warns in later ones.
+if hasattr(Optimizer, "_accelerator_graph_capture_health_check"):
+    _check_graph_capture = Optimizer._accelerator_graph_capture_health_check
+else:
+    _check_graph_capture = Optimizer._cuda_graph_capture_health_check
+
+
+class EngineOptimizer(StatefulOptimizer):
+    """An optimizer that has all of torch's contract, once a subclass has said what it computes.
+
+    Each group keeps the learning rate it was made with as ``base_lr``, so that a schedule is known as the ratio
+    ``lr / base_lr``.
+    """
+
+    BETAS: ClassVar[int] = 2
+    COUPLED_DECAY: ClassVar[bool] = False  # an L2 penalty in the gradient, in place of AdamW's decoupled decay
+    KERNEL: ClassVar[Kernel | None] = None  # if there is one
+
+    # What a subclass brings
+
+    def numbers(self, group: Group, lr: Scalar) -> Any:
+        """Return the numbers of a step, the same for all tensors of a group; None if there is nothing to be done."""
+        raise NotImplementedError
+
+    def direction(self, gradient: Batch, state: dict[str, Batch], c: Any, t: Scalar) -> Step:
+        """Update the state and return the step.
+
+        Args:
+            gradient: of tensors of one kind; not to be written to.
+            state: the entries of ``STATE`` by their names, in fp32 or float64, to be updated.
+            c: what :meth:`numbers` returned.
+            t: the step count, from 1; a vector with the count of each tensor while a graph is captured or compiled.
+        """
+        raise NotImplementedError
+
+    # Groups
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        options = {
+            "maximize": False,
+            "foreach": None,
+            "capturable": False,
+            "differentiable": False,
+            "state_dtype": None,
+            "stochastic_rounding": False,
+            "seed": 0,
+        }
+        defaults = {**options, **defaults}
+        defaults["state_dtype"] = dtype_name(defaults["state_dtype"])
+        self._fused = FusedSteps(self.KERNEL)
+        self._check_group(defaults)
+        # A scheduler changes a tensor lr in place, that of the defaults included: so note its value now.
+        defaults["base_lr"] = self._base_lr(defaults)
+        super().__init__(params, defaults)
+        self._fused.lent = False  # by torch's constructor
+
+    def add_param_group(self, param_group: Group) -> None:
+        if isinstance(param_group, dict):
+            self._complete_group(param_group)
+        super().add_param_group(param_group)
+
+    def _complete_group(self, group: Group) -> None:
+        """Check a new group's settings and work out those that follow from others."""
+        if "state_dtype" in group:
+            group["state_dtype"] = dtype_name(group["state_dtype"])
+        given = {**self.defaults, **group}
+        self._check_group(given)
+        if "base_lr" not in group and "lr" in group:
+            group["base_lr"] = self._base_lr(given)
+
+    def _base_lr(self, group: Group) -> float:
+        """Return the learning rate without a schedule; where it starts at 0, Adam's usual one."""
+        return as_float(group["lr"]) or USUAL_LR
+
+    def _check_group(self, group: Group) -> None:
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(
+                f"Tensor lr must be 1-element, but its shape is {tuple(lr.shape)}. To give each layer its own "
+                "learning rate, make parameter groups."
+            )
+        check_range("learning rate", lr)
+        check_range("weight_decay value", group["weight_decay"])
+        if len(group["betas"]) != self.BETAS:
+            raise ValueError(f"Invalid betas: {group['betas']}. There must be {self.BETAS}.")
+        for i, beta in enumerate(group["betas"]):
+            check_range(f"beta parameter at index {i}", beta, below=1.0)
+        if "reduction" in group:
+            check_choice("reduction", group["reduction"], ("mean", "sum"))
+        if group["differentiable"] and group["foreach"]:
+            raise RuntimeError(
+                "`foreach=True` does not support `differentiable=True`: autograd cannot follow its in-place "
+                "arithmetic. Leave `foreach` out, and the single-tensor form is taken."
+            )
+        self._fused.check(group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._fused = FusedSteps(self.KERNEL)
+        super().__setstate__(state)
+        for group in self.param_groups:
+            if "base_lr" not in group:
+                group["base_lr"] = self._base_lr({**group, "lr": group.get("initial_lr", group["lr"])})
+
+    # State, as others have it
+
+    @property  # type: ignore[override]
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """As in torch. Code that has accessed it may change it at any time, so fused steps check it from then on."""
+        state = own_state(self)
+        self._fused.lent = True
+        return state
+
+    @state.setter
+    def state(self, value: dict[Tensor, dict[str, Any]]) -> None:
+        self.__dict__["state"] = value
+        self._fused.forget()
+
+    # Steps
+
+    @_use_grad_for_differentiable
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single optimization step.
+
+        Args:
+            closure: reevaluates the model and returns the loss; it runs with gradients enabled.
+        """
+        _check_graph_capture(self)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if not self._fused.step(self, group):
+                self._step_group(group)
+        return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tells GradScaler to leave unscaling to the step, and to say in ``found_inf`` whether to skip it."""
+        return all(group.get("fused") for group in self.param_groups)
+
+    def _step_group(self, group: Group) -> None:
+        """Take a step with torch's operations, for all tensors of one kind together or for one after the other."""
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        steps: list[Tensor] = []
+        entries: dict[str, list[Tensor]] = {name: [] for name in self._entries(group)}
+        has_complex = self._init_group(group, params, grads, steps, *entries.values())
+        graph = torch.compiler.is_compiling() or group["capturable"]
+        if group["capturable"]:
+            _check_capturable(params, steps)
+        lr = _as_scalar(group["lr"], keep_tensor=graph or group["differentiable"])
+        c = self.numbers(group, lr)
+        if c is None or not params:
+            return
+        foreach = group["foreach"]
+        if foreach is None:
+            foreach = not group["differentiable"] and all(type(p) in _foreach_supported_types for p in params)
+        low = group["state_dtype"] or group["stochastic_rounding"]
+        rounding = Rounding(group["seed"], group["stochastic_rounding"], self.indices(group, params) if low else [])
+        _count_(steps)
+        clock: list[Any] = steps if graph else [step.item() for step in steps]
+        columns: list[Any] = [params, grads, clock, range(len(params)), *entries.values()]
+        for run in _runs(columns) if foreach else [[[item] for item in row] for row in zip(*columns)]:
+            targets, g, times, places, *states = run
+            t: Scalar = torch.stack(times) if graph and foreach else times[0]
+            if has_complex:
+                targets, g, *states = ([real_view(x) for x in column] for column in (targets, g, *states))
+            store = partial(rounding.store, places=places, t=t)
+            self._run(group, c, lr, t, targets, g, dict(zip(entries, states)), foreach, store)
+
+    def _run(
+        self,
+        group: Group,
+        c: Any,
+        lr: Scalar,
+        t: Scalar,
+        targets: list[Tensor],
+        grads: list[Tensor],
+        states: dict[str, list[Tensor]],
+        foreach: bool,
+        store: Callable[[list[Tensor], list[Tensor], str], None],
+    ) -> None:
+        """Step tensors of one kind, in the precision of their state, but at least in fp32."""
+        state = {name: Batch(_to_compute(column, group), foreach) for name, column in states.items()}
+        dtype = next(iter(state.values())).tensors[0].dtype
+        wide = torch.promote_types(targets[0].dtype, dtype)
+        weights = Batch(_to_compute([_to(p, wide) for p in targets], group), foreach)
+        gradient = Batch([_to(g, dtype) for g in grads], foreach)
+        sign = -1 if group["maximize"] else 1
+        weight_decay = group["weight_decay"]
+        if self.COUPLED_DECAY:
+            gradient = gradient.neg() if group["maximize"] else gradient
+            gradient = gradient.add(weights, alpha=weight_decay) if weight_decay else gradient
+            sign = 1
+        elif weight_decay:
+            weights.mul_(1 - lr * weight_decay)
+        step = self.direction(gradient, state, c, t)
+        weights.move_(step, sign)
+        if step.after is not None:
+            step.after()
+        low = [name for name, entry in self._entries(group).items() if entry.low]
+        streams = {"param": "param", **dict(zip(low, STATE_STREAMS))}
+        for name, batch in {"param": weights, **state}.items():
+            stored = targets if name == "param" else states[name]
+            if not foreach or batch.tensors[0].dtype != stored[0].dtype:
+                store(stored, batch.tensors, streams.get(name, ""))
+
+    def indices(self, group: Group, params: Sequence[Tensor]) -> list[int]:
+        """Return the index of each parameter among all of the optimizer's."""
+        first = 0
+        for other in self.param_groups:
+            if other is group:
+                break
+            first += len(other["params"])
+        place = {id(p): i for i, p in enumerate(group["params"], first)}
+        return [place[id(p)] for p in params]
+
+
+def _as_scalar(value: Scalar, *, keep_tensor: bool) -> Scalar:
+    """Return a setting as a number, or as a 0-dim tensor where a graph is being captured or differentiated."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.squeeze() if keep_tensor else value.item()
+
+
+def _check_capturable(params: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    supported = _get_capturable_supported_devices()
+    for p, step in zip(params, steps):
+        if p.device.type != step.device.type or p.device.type not in supported:
+            raise AssertionError(
+                f"If capturable=True, params and state_steps must be on supported devices: {supported}; "
+                f"got {p.device.type} and {step.device.type}. Leave capturable out on other devices."
+            )
+
+
+def _count_(steps: list[Tensor]) -> None:
+    if not torch.compiler.is_compiling() and steps[0].is_cpu:
+        # One wrapped number for all, instead of one each (as in torch.optim).
+        torch._foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
+    else:
+        torch._foreach_add_(steps, 1)
+
+
+def _runs(columns: list[Any]) -> list[list[list[Any]]]:
+    """Split parallel lists into runs that can be worked on together: of one device, one dtype and one step count."""
+    params, grads, clock, _, *states = columns
+    graph = isinstance(clock[0], Tensor)
+    kinds = [[p.device for p in params], *([x.dtype for x in column] for column in (params, grads, *states))]
+    kinds += [] if graph else [clock]
+    if all(len(set(kind)) == 1 for kind in kinds):
+        return [columns]
+    runs: dict[Any, list[Any]] = {}
+    for kind, row in zip(zip(*kinds), zip(*columns)):
+        runs.setdefault(kind, []).append(row)
+    return [[list(column) for column in zip(*run)] for run in runs.values()]
+
+
+def _to(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t if t.dtype == dtype else t.to(dtype)
+
+
+def _to_compute(tensors: list[Tensor], group: Group) -> list[Tensor]:
+    """Return tensors to compute with: themselves, fp32 copies of bf16, or what autograd may keep."""
+    tensors = [t.float() if t.dtype == torch.bfloat16 else t for t in tensors]
+    return [t.clone() for t in tensors] if group["differentiable"] else tensors

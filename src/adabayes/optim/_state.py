@@ -1,0 +1,212 @@
+"""The state of parameters: how it is declared, made, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+__all__ = ["Entry", "Group", "StatefulOptimizer", "dtype_name", "own_state"]
+
+Group = dict[str, Any]
+
+
+class Entry(NamedTuple):
+    """One entry of a parameter's state: zeros, until the first step.
+
+    Args:
+        shape: of the entry, from the parameter's, where complex numbers count as pairs of reals. None: an entry like
+            the parameter itself.
+        low: whether it is kept in the group's ``state_dtype``; if not, it has at least fp32.
+    """
+
+    shape: Callable[[Sequence[int]], Sequence[int]] | None = None
+    low: bool = True
+
+    def shape_for(self, p: Tensor) -> tuple[int, ...]:
+        """Return the shape of the entry of a parameter."""
+        if self.shape is None:
+            return tuple(p.shape)
+        return tuple(self.shape((*p.shape, 2) if p.is_complex() else p.shape))
+
+
+class StatefulOptimizer(Optimizer):
+    """State and checkpoints as torch's own optimizers have them, with two differences.
+
+    State of bf16 and fp16 parameters is fp32 (or what ``state_dtype`` says), and stays so through ``load_state_dict``.
+    State that does not fit the parameters is refused before anything is changed.
+    """
+
+    STATE: ClassVar[dict[str, Entry]]  # of each parameter, beside its step count
+
+    def _entries(self, group: Group) -> dict[str, Entry]:
+        """Return the entries that parameters of a group have; by default those of the class."""
+        return self.STATE
+
+    # Making it
+
+    def has_state(self, param: Tensor) -> bool:
+        """Tell whether a parameter has state, that is, whether it has had a step with a gradient."""
+        return bool(own_state(self).get(param))
+
+    def state_dtype_of(self, param: Tensor, group: Group) -> torch.dtype:
+        """Return the precision in which averages of a parameter's gradients are kept."""
+        wide = _wide(param.dtype)
+        if group.get("state_dtype") is None:
+            return wide
+        if wide != torch.float32:
+            raise ValueError(f"state_dtype=torch.bfloat16 is for fp32, bf16 and fp16 parameters, not for {param.dtype}")
+        return torch.bfloat16
+
+    def _init_group(
+        self, group: Group, params: list[Tensor], grads: list[Tensor], steps: list[Tensor], *entries: list[Tensor]
+    ) -> bool:
+        """Collect what has a gradient, and make state where there is none yet; return whether any of it is complex.
+
+        The name and the shape of the arguments matter: torch.compile runs this method instead of tracing it.
+        """
+        names = tuple(self._entries(group))
+        has_complex = False
+        states = own_state(self)
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            if p.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"{type(self).__name__} does not support sparse gradients, but a parameter of shape "
+                    f"{tuple(p.shape)} has one of layout {p.grad.layout}. Make the layer with sparse=False, "
+                    "or give its parameters to torch.optim.SparseAdam."
+                )
+            has_complex |= p.is_complex()
+            state = states[p]
+            if not state:
+                self._make_state(p, state, group)
+            params.append(p)
+            grads.append(p.grad)
+            steps.append(state["step"])
+            for name, column in zip(names, entries):
+                column.append(state[name])
+        return has_complex
+
+    def _make_state(self, p: Tensor, state: dict[str, Any], group: Group) -> None:
+        low = self.state_dtype_of(p, group)
+        made: dict[str, Tensor] = {"step": _step_count(0.0, p, group)}
+        for name, entry in self._entries(group).items():
+            dtype = low if entry.low else _wide(p.dtype)
+            if entry.shape is None:
+                made[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+            else:
+                made[name] = torch.zeros(entry.shape_for(p), dtype=dtype.to_real(), device=p.device)
+        state.update(made)
+
+    # Loading it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+            for p in group["params"]:
+                p_state = self.state.get(p)
+                if p_state and not isinstance(p_state["step"], Tensor):
+                    p_state["step"] = _step_count(float(p_state["step"]), p, group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned. Unlike torch's, this does not round fp32 state to bf16 or fp16."""
+        # Optimizer.load_state_dict casts state to the parameter's dtype. So remember the dict as the user's hooks
+        # leave it, and put the state back from there before their post hooks see it.
+        loaded: dict[str, Any] = {}
+
+        def remember(_: Optimizer, final: dict[str, Any]) -> None:
+            self._check_loadable(final)
+            loaded.update(final)
+
+        def restore(_: Optimizer) -> None:
+            for saved, group in zip(loaded["param_groups"], self.param_groups):
+                entries = self._entries(group)
+                for i, p in zip(saved["params"], group["params"]):
+                    for name, value in loaded["state"].get(i, {}).items():
+                        if name != "step" and isinstance(value, Tensor):
+                            entry = entries.get(name, Entry())
+                            dtype = self.state_dtype_of(p, group) if entry.low else _wide(p.dtype)
+                            dtype = dtype if entry.shape is None else dtype.to_real()
+                            self.state[p][name] = value.to(device=p.device, dtype=dtype)
+
+        hooks = (
+            self.register_load_state_dict_pre_hook(remember),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
+        """Refuse state that lacks an entry, or has one of another shape than the parameter's."""
+        for saved, group in zip(state_dict["param_groups"], self.param_groups):
+            entries = self._entries({**self.defaults, **saved})
+            for i, p in zip(saved["params"], group["params"]):
+                if not (state := state_dict["state"].get(i)):
+                    continue
+                name = _name_of(i, saved)
+                if missing := [entry for entry in ("step", *entries) if entry not in state]:
+                    raise ValueError(
+                        f"the state of {name} has {sorted(state)}, but {type(self).__name__} needs {missing} as well: "
+                        "this state dict was saved by another optimizer. Start without it, or load it into an "
+                        "optimizer of the class that saved it. Nothing was changed."
+                    )
+                shapes = {"step": (), **{entry: made.shape_for(p) for entry, made in entries.items()}}
+                for entry, shape in shapes.items():
+                    value = state[entry]
+                    if not isinstance(value, Tensor) or tuple(value.shape) == shape:
+                        continue
+                    if not (entry == "step" and value.numel() == 1):
+                        raise ValueError(
+                            f"{entry} of {name} has shape {tuple(value.shape)} in this state dict, but for a "
+                            f"parameter of shape {tuple(p.shape)} it must be {shape}: the state dict is that of "
+                            "another model, or of the same parameters in another order. Nothing was changed."
+                        )
+
+
+def own_state(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """Return the state that this very object holds."""
+    state: dict[Tensor, dict[str, Any]] | None = optimizer.__dict__.get("state")
+    if state is None:
+        # Lightning's wrappers imitate the class of what they wrap: on this error, Python lets them look in there.
+        raise AttributeError(f"this {type(optimizer).__name__} has no state of its own")
+    return state
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """Return ``state_dtype`` as parameter groups keep it, so that they can be written as JSON."""
+    if dtype in (None, "bfloat16"):
+        return dtype  # type: ignore[no-any-return]
+    if dtype == torch.bfloat16:
+        return "bfloat16"
+    raise ValueError(f"Invalid state_dtype: {dtype!r}. It must be None (fp32, or float64) or torch.bfloat16.")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the precision that state has at least: a change of one part in a thousand is lost in bf16."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _step_count(value: float, p: Tensor, group: Group) -> Tensor:
+    """Make a step count, with the dtype and on the device that torch's optimizers choose.
+
+    On the CPU it costs no kernel launch and no synchronisation; graphs can only capture one on the device.
+    """
+    double = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+    dtype = torch.float64 if double else torch.float32
+    return torch.tensor(value, dtype=dtype, device=p.device if group["capturable"] else "cpu")
+
+
+def _name_of(i: int, group: Group) -> str:
+    """Return how to call a parameter in a message: by its number and its name, if it has one."""
+    if names := group.get("param_names"):
+        return f"parameter {i} ({names[group['params'].index(i)]})"
+    return f"parameter {i}"

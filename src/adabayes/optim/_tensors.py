@@ -1,0 +1,38 @@
+"""Small questions about tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Scalar", "as_float", "has_gaps", "local", "real_view"]
+
+Scalar = float | Tensor  # a tensor while a graph is captured, compiled or differentiated
+
+
+def as_float(value: Any) -> float:
+    return value.item() if isinstance(value, Tensor) else float(value)
+
+
+def local(t: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds: all of it, unless it is sharded."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def real_view(t: Tensor) -> Tensor:
+    """View complex numbers as pairs of reals: each component is a weight of its own."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
+def has_gaps(t: Tensor) -> bool:
+    """Tell whether a tensor leaves gaps in the memory between its first and its last element."""
+    if t.is_contiguous():
+        return False
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape) if size != 1):
+        if stride != expected:
+            return True
+        expected *= size
+    return False

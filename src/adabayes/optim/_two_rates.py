@@ -1,0 +1,176 @@
+"""Optimizers with two learning rates: ``lr``, which is Adam's, and ``lr_sgd``, which goes with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adabayes._warn import warn
+from adabayes.optim._checks import check_range, explain
+from adabayes.optim._engine import EngineOptimizer, Group
+from adabayes.optim._state import own_state
+from adabayes.optim._tensors import as_float
+from adabayes.rates import base_lr_of, lr_sgd_of, warn_if_papers, warn_if_swapped
+
+__all__ = ["TwoRateOptimizer", "unwrap"]
+
+# Of AdamW's groups, what means nothing here or is a matter of how to compute; all else is taken from them
+_NOT_OURS = {"eps", "amsgrad", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
+
+
+class TwoRateOptimizer(EngineOptimizer):
+    """Resolves ``lr_sgd`` of each group, tells what each weight gets, and goes on from AdamW's state."""
+
+    # Groups
+
+    def _complete_group(self, group: Group) -> None:
+        explain(type(self), [name for name in group if name not in self.defaults])
+        super()._complete_group(group)
+        if group.get("lr_sgd") is None:
+            group["lr_sgd"] = self._default_lr_sgd(group)
+        given = {**self.defaults, **group}
+        base_lr, lr_sgd, weight_decay = (as_float(given[name]) for name in ("base_lr", "lr_sgd", "weight_decay"))
+        warn_if_swapped(base_lr, lr_sgd)
+        warn_if_papers(base_lr, weight_decay)
+
+    def _default_lr_sgd(self, group: Group) -> float:
+        """Return ``lr_sgd`` of a group that does not state its own: in the defaults' ratio, or in the paper's."""
+        base_lr = group.get("base_lr", self.defaults["base_lr"])
+        return float(lr_sgd_of(base_lr, (self.defaults["base_lr"], self.defaults["lr_sgd"])))
+
+    def _base_lr(self, group: Group) -> float:
+        return float(base_lr_of(as_float(group["lr"]), group.get("lr_sgd")))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        lacking = [group for group in state["param_groups"] if group.get("lr_sgd") is None]
+        super().__setstate__(state)
+        for group in lacking:
+            group["lr_sgd"] = self._default_lr_sgd(group)
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        lr_sgd = group["lr_sgd"]
+        if lr_sgd is not None:
+            hint = " It must be above 0; leave it out for 100 * lr. To freeze parameters, set lr=0."
+            check_range("lr_sgd", lr_sgd, hint=hint)
+            if lr_sgd == 0:
+                raise ValueError(f"Invalid lr_sgd: 0.{hint}")
+
+    # What each weight gets
+
+    def current_rates(self, group: Group) -> tuple[float, float]:
+        """Return ``lr`` and ``lr_sgd`` of a group as the schedule has them now."""
+        return as_float(group["lr"]), group["lr_sgd"] * self._schedule(group)
+
+    def mean_factor(self, group: Group) -> float:
+        """Return what turns the gradients given into those of the mean loss, whose gains are learning rates."""
+        return 1 / group["batch_size"] if group["reduction"] == "sum" else 1.0
+
+    @torch.no_grad()
+    def effective_lr(self, param: Tensor) -> Tensor:
+        """Return the learning rate that each weight of ``param`` has now; ``lr_sgd`` where it has had no gradient yet.
+
+        Of complex parameters, each component is a weight: they come as by ``torch.view_as_real``.
+        """
+        return self.relative_gain(param) * self.current_rates(self._group_of(param))[1]
+
+    @torch.no_grad()
+    def relative_gain(self, param: Tensor) -> Tensor:
+        """Return the same in units of the present ``lr_sgd``: between 0 and 1, also where the schedule is at 0."""
+        group = self._group_of(param)
+        if not self.has_state(param):
+            raise RuntimeError("this parameter has no state yet: take a step with a gradient first")
+        return self._relative_gain(group, own_state(self)[param])
+
+    def _relative_gain(self, group: Group, state: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+    def _group_of(self, param: Tensor) -> Group:
+        for group in self.param_groups:
+            if any(p is param for p in group["params"]):
+                return group
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's")
+
+    @staticmethod
+    def _schedule(group: Group) -> float:
+        schedule: float = as_float(group["lr"]) / group["base_lr"]
+        return schedule
+
+    # From AdamW
+
+    @torch.no_grad()
+    def from_adamw(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Turn the state dict of a ``torch.optim.AdamW`` into one of this optimizer, to go on from there.
+
+        Make this optimizer with the groups and the learning rate that AdamW was made with: its peak, if there is a
+        schedule. What both have is AdamW's: the learning rate of now and all that its scheduler noted, weight decay,
+        momentum. What only this optimizer has is as it was made. The average of squared gradients is what AdaBayes-FP
+        needs; for AdaBayes, the gain is put at its fixed point. AMSGrad's maximum is left behind, and so is the penalty
+        of an Adam, which has no equivalent.
+
+        Examples:
+            >>> from adabayes import AdaBayes
+            >>> w = torch.ones(3)
+            >>> adamw = torch.optim.AdamW([w], lr=1e-3)
+            >>> w.grad = torch.tensor([0.0, 0.1, 1.0])
+            >>> adamw.step()
+            >>> optimizer = AdaBayes([w], lr=1e-3, lr_sgd=0.1, batch_size=128)
+            >>> optimizer.load_state_dict(optimizer.from_adamw(adamw.state_dict()))
+            >>> optimizer.effective_lr(w)
+            tensor([0.1000, 0.0095, 0.0010])
+        """
+        saved = state_dict.get("param_groups", [])
+        is_adamw = saved and all("eps" in group and len(group.get("betas", ())) == 2 for group in saved)
+        if not is_adamw or not all("exp_avg_sq" in state for state in state_dict["state"].values()):
+            raise ValueError(
+                f"this is not the state dict of an AdamW: it has {sorted(map(str, state_dict))}, and groups with "
+                f"{sorted(saved[0]) if saved else 'nothing'}. Give what AdamW.state_dict() returned."
+            )
+        sizes = [[len(group["params"]) for group in groups] for groups in (saved, self.param_groups)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the state dict has groups of {sizes[0]} parameters, this optimizer of {sizes[1]}: make it with the "
+                "same groups as AdamW was made with"
+            )
+        groups, states = [], {}
+        for theirs, ours in zip(saved, self.param_groups):
+            betas = tuple(map(as_float, theirs["betas"]))
+            taken = {name: value for name, value in theirs.items() if name not in _NOT_OURS}
+            if theirs.get("decoupled_weight_decay") is False and theirs["weight_decay"]:
+                warn(
+                    f"weight_decay={theirs['weight_decay']:g} of this Adam is a penalty, not decoupled: it stays at "
+                    f"{ours['weight_decay']:g}, as this optimizer was made"
+                )
+                del taken["weight_decay"]
+            group = {**{k: v for k, v in ours.items() if k != "params"}, **taken, "betas": betas[: self.BETAS]}
+            groups.append(group)
+            for i in theirs["params"]:
+                if state := state_dict["state"].get(i):
+                    states[i] = self._warm_state(state, group, betas[1])
+        return {"state": states, "param_groups": groups}
+
+    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
+        if any("eps" in group and "lr_sgd" not in group for group in state_dict["param_groups"]):
+            raise ValueError(
+                "this state dict was saved by another optimizer, one with an eps. If that was AdamW, load "
+                "optimizer.from_adamw(state_dict) instead to go on from there. Nothing was changed."
+            )
+        super()._check_loadable(state_dict)
+
+    def _warm_state(self, adamw: dict[str, Any], group: Group, beta2: float) -> dict[str, Any]:
+        """Return the state of a parameter, from AdamW's."""
+        raise NotImplementedError
+
+
+def unwrap(optimizer: Any) -> TwoRateOptimizer:
+    """Return the optimizer itself, out of what accelerate (and so the Trainer) or Lightning has wrapped it in."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    if not isinstance(optimizer, TwoRateOptimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} has one learning rate, so its weights have no regimes: "
+            "diagnostics take an AdaBayes or an AdaBayesFP"
+        )
+    return optimizer

@@ -1,0 +1,52 @@
+"""An optimizer in a few lines: momentum, whitened by the covariance of the gradient's rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adabayes.optim._engine import Batch, EngineOptimizer, Group, Step
+from adabayes.optim._state import Entry
+
+
+class Numbers(NamedTuple):
+    lr: Any
+    beta1: float
+    beta2: float
+
+
+class Whitened(EngineOptimizer):
+    """Has a vector and a matrix for each parameter; that is all the engine needs to know."""
+
+    STATE = {  # noqa: RUF012
+        "exp_avg": Entry(),
+        "covariance": Entry(shape=lambda p: (p[0], p[0]) if p else (1, 1), low=False),
+    }
+
+    def __init__(self, params: Any, lr: Any = 1e-3, weight_decay: float = 0.0, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay, **options})
+
+    def numbers(self, group: Group, lr: Any) -> Numbers:
+        return Numbers(lr, *group["betas"])
+
+    def direction(self, gradient: Batch, state: dict[str, Batch], c: Numbers, t: Any) -> Step:
+        mean = state["exp_avg"].lerp_(gradient, 1 - c.beta1)
+        covariance = state["covariance"].lerp_(gradient.map(outer), 1 - c.beta2)
+        whitened = covariance.mul(1 / (1 - c.beta2**t)).map(whiten, mean)
+        return Step(whitened, size=c.lr / (1 - c.beta1**t))
+
+
+def rows_of(t: Tensor) -> Tensor:
+    """A matrix, whatever the shape."""
+    return t[..., None, None].flatten(1)
+
+
+def outer(g: Tensor) -> Tensor:
+    return rows_of(g) @ rows_of(g).mT
+
+
+def whiten(covariance: Tensor, mean: Tensor) -> Tensor:
+    damping = 1e-3 * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
+    return torch.linalg.solve(covariance + damping, rows_of(mean)).reshape(mean.shape)
