@@ -34,7 +34,6 @@
 #define SHARE (32768 / UNIT) /* units that are worth a thread */
 #define MAX_THREADS 256
 
-#define BLOCK 1024
 #define LONGEST (1 << 30) /* elements in one call of an update, whose index has 32 bits for speed */
 
 enum dtype { F32, F64, BF16, F16, DTYPES };

@@ -1,5 +1,5 @@
-/* The two updates of a run of elements of one tensor, for the types that the includer has set. Not guarded: included
- * once for each pair of types. */
+/* The two updates of a run of elements of one tensor, in whole units, for the types that the includer has set. Not
+ * guarded: included once for each pair of types. */
 
 #define RUN(update)                                                                                                \
     CLONES static void NAME(update, PARAM_NAME, STATE_NAME)(                                                       \
@@ -9,8 +9,8 @@
 
 /* predict: gain + (noise - forget * gain); update: prior / (1 + prior * B g^2). A filter that has not started, whose
  * state is all zero, starts at the fixed point of its first gradient (or, if slope is 0, at lr_sgd). */
-#define FILTER(MAY_START, from, to)                                                                                \
-    for (int32_t i = from; i < to; i++) {                                                                          \
+#define FILTER(MAY_START, from)                                                                                    \
+    for (int32_t i = from; i < from + UNIT; i++) {                                                                          \
         const uint32_t who = (first + (uint32_t)i) ^ key, random = mix(who), more = mix(who ^ PARAM_STREAM);       \
         const REAL gi = (REAL)LOAD_PARAM(g[i]);                                                                    \
         const REAL old = (REAL)LOAD_STATE(m[i]), before = (REAL)LOAD_STATE(s[i]);                                  \
@@ -41,15 +41,14 @@ RUN(adabayes) {
     const REAL size = (REAL)(c->common.rate / bias->first);
     (void)round_params;
 
-    /* To start a filter costs a root, and few have not started: so only in blocks where there is one. */
-    for (int32_t from = 0; from < count; from += BLOCK) {
-        const int32_t to = count - from < BLOCK ? count : from + BLOCK;
+    /* To start a filter costs a root, and few have not started: so only in units where there is one. */
+    for (int32_t from = 0; from < count; from += UNIT) {
         int unstarted = 0;
-        for (int32_t i = from; i < to; i++) unstarted |= LOAD_STATE(s[i]) == 0;
+        for (int32_t i = from; i < from + UNIT; i++) unstarted |= LOAD_STATE(s[i]) == 0;
         if (unstarted) {
-            FILTER(1, from, to)
+            FILTER(1, from)
         } else {
-            FILTER(0, from, to)
+            FILTER(0, from)
         }
     }
 }

@@ -34,7 +34,8 @@ def check_range(name: str, value: Any, least: float = 0.0, below: float = float(
     number = as_float(value)
     if not least <= number < below:
         upper = "finite" if below == float("inf") else f"below {below:g}"
-        raise ValueError(f"Invalid {name}: {number:g}. It must be at least {least:g} and {upper}.{hint}")
+        shown = number if isinstance(value, Tensor) else value  # as torch shows it
+        raise ValueError(f"Invalid {name}: {shown}. It must be at least {least:g} and {upper}.{hint}")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
