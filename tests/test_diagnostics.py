@@ -1,4 +1,4 @@
-"""What the diagnostics tell, against what is known."""
+"""Diagnostics, against known gradients."""
 
 from __future__ import annotations
 
@@ -108,6 +108,36 @@ def test_weights_without_gradient_count_as_sgd_like() -> None:
     assert regimes(optimizer).total.sgd_like == 0.75
 
 
+@PAIR
+@pytest.mark.parametrize("foreach", [False, True, None], ids=["single", "foreach", "fused"])
+def test_a_gain_that_has_underflown_is_not_a_weight_without_gradient(cls: type[AdaBayes], foreach: bool | None) -> None:
+    """In fp32, the square of 1e20 is infinite and the gain 0: the weight rests, it does not move at lr_sgd."""
+    w = torch.zeros(3)
+    optimizer = cls([w], LR, LR_SGD, foreach=foreach)
+    steady(optimizer, [torch.tensor([1e20, 0.0, 0.1 * CROSSOVER])], steps=1)
+    underflown, unstarted, usual = optimizer.relative_gain(w).tolist()
+    assert (underflown, unstarted) == (0.0, 1.0)
+    assert 0 < usual < 1
+    assert optimizer.effective_lr(w).tolist() == pytest.approx([0.0, LR_SGD, usual * LR_SGD])
+    total = regimes(optimizer).total
+    assert (total.sgd_like, total.adam_like) == pytest.approx((2 / 3, 1 / 3))
+
+
+@PAIR
+def test_relative_gains_are_those_of_the_components_of_complex_weights(cls: type[AdaBayes]) -> None:
+    w = torch.zeros(2, 3, dtype=torch.complex64)
+    optimizer = cls([w], LR, LR_SGD)
+    assert not optimizer.has_state(w)
+    with pytest.raises(RuntimeError, match="no state yet"):
+        optimizer.relative_gain(w)
+    steady(optimizer, [torch.full((2, 3), 1.0 + 0.0j)])
+    assert optimizer.has_state(w)
+    gain = optimizer.relative_gain(w)
+    assert gain.shape == (2, 3, 2)
+    assert (gain[..., 0] < 0.1).all()
+    assert (gain[..., 1] == 1).all()
+
+
 def test_table_fits_a_terminal_and_is_plain_data(capsys: pytest.CaptureFixture[str]) -> None:
     net = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(30, 20))), nn.Linear(20, 1))
     net.register_parameter("a_name_that_is_as_long_as_names_in_transformers_are", nn.Parameter(torch.zeros(12_345_678)))
@@ -129,9 +159,9 @@ def test_table_fits_a_terminal_and_is_plain_data(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     ("gradient", "hint"),
-    [(1e-5, "move like SGD: lr has no say"), (1.0, "move like Adam: lr_sgd has no say"), (0.01, "")],
+    [(1e-5, "move like SGD: lr has no effect"), (1.0, "move like Adam: lr_sgd has no effect"), (0.01, "")],
 )
-def test_a_learning_rate_without_a_say_is_told(gradient: float, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_learning_rate_without_effect_is_told(gradient: float, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     w = torch.zeros(100)
     optimizer = AdaBayes([w])
     steady(optimizer, [torch.logspace(-0.3, 0.3, 100) * gradient])
@@ -250,7 +280,7 @@ def test_the_memory_plan_is_what_is_measured(low: bool) -> None:
     assert plan.parameters == sum(p.nbytes for p in params)
     assert plan.gradients == sum(p.grad.nbytes for p in params if p.grad is not None)
     assert plan.state == state_bytes(optimizer)
-    assert plan.moved == sum(p.numel() for p in params) * (20 if low else 28)  # bytes a weight
+    assert plan.moved == sum(p.numel() for p in params) * (20 if low else 28)  # bytes per weight
     assert memory_plan(8e9, 8).seconds(28e9) == 1
     with pytest.raises(ValueError, match="devices 0 at least 1"):
         memory_plan(1e9, 0)

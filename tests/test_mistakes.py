@@ -136,7 +136,7 @@ def test_a_summed_loss_with_reduction_mean(cls: Any) -> None:
     optimizer = cls(net.parameters(), batch_size=32)
     (problem,) = check(optimizer, net, loss_of(net, "sum"), *BATCH)
     assert problem.startswith("The loss is summed: twice the examples make it twice as large.")
-    assert 'Say reduction="sum"' in problem
+    assert 'Set reduction="sum"' in problem
     optimizer = cls(net.parameters(), batch_size=32, reduction="sum")
     assert check(optimizer, net, loss_of(net, "sum"), *BATCH) == []
 
@@ -144,7 +144,7 @@ def test_a_summed_loss_with_reduction_mean(cls: Any) -> None:
 def test_an_averaged_loss_with_reduction_sum() -> None:
     net = network()
     (problem,) = check(AdaBayes(net.parameters(), batch_size=32, reduction="sum"), net, loss_of(net), *BATCH)
-    assert problem == 'The loss is averaged: twice the examples leave it as it is. Say reduction="mean".'
+    assert problem == 'The loss is averaged: twice the examples leave it as it is. Set reduction="mean".'
 
 
 @pytest.mark.parametrize("seed", range(5))

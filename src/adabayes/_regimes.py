@@ -1,4 +1,4 @@
-"""What diagnostics tell of weights, whichever library these belong to."""
+"""Regimes of weights as plain data, for torch and JAX alike; neither is imported here."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ GOLDEN = (1 + 5**0.5) / 2  # at the crossover, rms(g) = lr / lr_sgd, the gain is
 
 @dataclass(frozen=True)
 class Regime:
-    """Of one tensor, or of all: how many weights are on either side of the crossover, and what they get."""
+    """Weights of one tensor, or of all: how many are on either side of the crossover, and their learning rates."""
 
     name: str
-    weights: int  # of a sharded tensor, those that are here
+    weights: int  # how many; of a sharded tensor, in the shard that is here
     sgd_like: float  # share with gradients below lr / lr_sgd, where the gain nears lr_sgd
     adam_like: float  # share with gradients above, where it nears lr / rms(gradient)
     lr_quantiles: tuple[float, ...]  # of the effective learning rate, at QUANTILES
-    lr_sgd: float  # the most that a weight can get, at present
+    lr_sgd: float  # the highest learning rate that a weight can get, at present
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Regimes:
 
     @classmethod
     def of(cls, tensors: Sequence[Regime], lr_quantiles: tuple[float, ...]) -> Regimes:
-        """With the total; quantiles are those of all weights."""
+        """Add the total; ``lr_quantiles`` are those of all weights."""
         weights = sum(row.weights for row in tensors)
         sgd_like, adam_like = (
             sum(getattr(row, kind) * row.weights for row in tensors) / weights for kind in ("sgd_like", "adam_like")
@@ -43,11 +43,11 @@ class Regimes:
         return cls(tuple(tensors), Regime("total", weights, sgd_like, adam_like, lr_quantiles, highest))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for a log."""
+        """Return plain data, for a log."""
         return asdict(self)
 
     def cells(self) -> Iterator[tuple[str, ...]]:
-        """The table, as text: a header, a row for each tensor, the total."""
+        """Yield the table as text: a header, a row for each tensor, the total."""
         yield ("parameter", "weights", "SGD", "Adam", *(f"lr {q:.0%}" for q in QUANTILES), "lr_sgd")
         for row in (*self.tensors, self.total):
             rates = (f"{rate:.2g}" for rate in (*row.lr_quantiles, row.lr_sgd))
@@ -55,14 +55,14 @@ class Regimes:
 
     @property
     def hint(self) -> str:
-        """What to change where one of the two learning rates has no say; empty where both have."""
+        """Advice where one of the two learning rates has no effect; empty where both have."""
         if self.total.sgd_like > 0.99:
             return (
-                "Nearly all weights move like SGD: lr has no say. For more of Adam, raise lr_sgd, tenfold or more; "
+                "Nearly all weights move like SGD: lr has no effect. For more of Adam, raise lr_sgd, tenfold or more; "
                 "transformers want 1000 to 3000 times lr."
             )
         if self.total.adam_like > 0.99:
-            return "Nearly all weights move like Adam: lr_sgd has no say. For more of SGD, lower it."
+            return "Nearly all weights move like Adam: lr_sgd has no effect. For more of SGD, lower it."
         return ""
 
     def __str__(self) -> str:

@@ -29,7 +29,7 @@ from adabayes.lab.files import DataError
 from adabayes.lab.protocol import ProtocolError, Spec, lr_factor
 from adabayes.lab.ranks import Ranks
 from adabayes.lab.store import RunFolder
-from adabayes.optim._rates import TwoRateOptimizer
+from adabayes.optim._two_rates import TwoRateOptimizer
 
 if TYPE_CHECKING:
     from adabayes.lab.events import Events

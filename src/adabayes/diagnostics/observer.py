@@ -1,14 +1,4 @@
-"""Which weights of a network move like SGD, which like Adam, and at what learning rates.
-
->>> import torch
->>> from adabayes import AdaBayes
->>> w = torch.zeros(4)
->>> optimizer = AdaBayes([("w", w)], lr=1e-3, lr_sgd=0.1)
->>> w.grad = torch.tensor([0.0, 1e-3, 0.1, 1.0])  # the crossover is at lr / lr_sgd = 0.01
->>> optimizer.step()
->>> regimes(optimizer).total.sgd_like
-0.5
-"""
+"""Follows a sample of weights, and draws the paper's learning-rate figure from it."""
 
 from __future__ import annotations
 
@@ -20,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from adabayes._check import check
-from adabayes._regimes import GOLDEN, QUANTILES, Regime, Regimes
+from adabayes.diagnostics._names import named_with_state
 from adabayes.filtering import drift, fixed_point
-from adabayes.optim._base import local, real_views
-from adabayes.optim._rates import TwoRateOptimizer, two_rates
+from adabayes.optim._tensors import local, real_view
+from adabayes.optim._two_rates import unwrap
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -32,46 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from typing_extensions import Self
 
-__all__ = [
-    "QUANTILES",
-    "MemoryPlan",
-    "Observer",
-    "Points",
-    "Regime",
-    "Regimes",
-    "check",
-    "draw_rates",
-    "memory_plan",
-    "regimes",
-]
-
-_SAMPLE = 100_000  # weights of a tensor that quantiles are taken over; shares count all of them
-
-
-def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> Regimes:
-    """Tell the regimes of an :class:`~adabayes.AdaBayes` or :class:`~adabayes.AdaBayesFP` that has taken a step.
-
-    Args:
-        optimizer: its parameters without state (no gradient yet) are left out.
-        model: where to take the names of parameters from; or make the optimizer with ``named_parameters()``.
-    """
-    optimizer = two_rates(optimizer)
-    rows: list[Regime] = []
-    samples: list[tuple[Tensor, float]] = []  # effective learning rates, and how many weights each stands for
-    for name, p, group in _named(optimizer, model):
-        gain = local(optimizer._relative_gain(group, optimizer._own_state[p])).flatten()
-        count = gain.numel()
-        if count == 0:
-            continue
-        sgd_like = torch.count_nonzero(gain * GOLDEN >= 1).item() / count
-        adam_like = torch.count_nonzero(gain * GOLDEN < 1).item() / count
-        lr_sgd = group["lr_sgd"] * optimizer._schedule(group)
-        sample = gain[:: -(-count // _SAMPLE)].double() * lr_sgd
-        samples.append((sample, count / sample.numel()))
-        rows.append(Regime(name, count, sgd_like, adam_like, _quantiles([samples[-1]]), lr_sgd))
-    if not rows:
-        raise RuntimeError("no parameter has state yet: take a step with gradients first")
-    return Regimes.of(rows, _quantiles(samples))
+__all__ = ["Observer", "Points", "draw_rates"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +30,7 @@ class Points:
 
     name: str
     adam_lr: Tensor  # x: lr / sqrt(<g^2>), what Adam would give each weight
-    effective_lr: Tensor  # y: what it gets
+    effective_lr: Tensor  # y: the learning rate that it gets
     lr: float
     lr_sgd: float
 
@@ -94,8 +44,8 @@ class Observer:
     Args:
         optimizer: an AdaBayes or AdaBayesFP.
         per_tensor: how many weights of each parameter tensor to follow.
-        beta2: decay of the mean square. None: that of AdaBayes-FP, or of the filter's own memory.
-        seed: of the choice of weights.
+        beta2: decay of the mean square. None: that of the optimizer, for AdaBayes by the memory of its filter.
+        seed: chooses the weights.
         model: where to take the names of parameters from; or make the optimizer with ``named_parameters()``.
 
     Examples:
@@ -122,7 +72,7 @@ class Observer:
             raise ValueError(f"Invalid per_tensor: {per_tensor}. It must be at least 1.")
         if beta2 is not None and not 0 <= beta2 < 1:
             raise ValueError(f"Invalid beta2: {beta2}. It must be at least 0 and below 1.")
-        self._optimizer = two_rates(optimizer)
+        self._optimizer = unwrap(optimizer)
         self._model = model
         self._per_tensor = per_tensor
         self._beta2 = beta2
@@ -131,7 +81,7 @@ class Observer:
         self._hook = self._optimizer.register_step_post_hook(self._observe)
 
     def close(self) -> None:
-        """Stop following; what was seen stays."""
+        """Stop following; the sample stays as it is."""
         self._hook.remove()
 
     def __enter__(self) -> Self:
@@ -143,25 +93,25 @@ class Observer:
     @torch.no_grad()
     def _observe(self, *_: object) -> None:
         for group in self._optimizer.param_groups:
-            to_mean = self._optimizer._to_mean(group)
+            factor = self._optimizer.mean_factor(group)
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                (grad,) = real_views(local(p.grad))
+                grad = real_view(local(p.grad))
                 if grad.numel() == 0:
                     continue
                 if p not in self._tracked:
                     beta2 = _memory(group) if self._beta2 is None else self._beta2
                     self._tracked[p] = _Tracked.choose(grad, self._per_tensor, beta2, self._generator)
-                self._tracked[p].see(grad, to_mean)
+                self._tracked[p].see(grad, factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has seen, as plain data and tensors, for a checkpoint."""
+        """Return the sample as plain data and tensors, for a checkpoint."""
         order = {p: i for i, p in enumerate(self._params())}
         return {"tracked": {order[p]: tracked.state() for p, tracked in self._tracked.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Go on from what :meth:`state_dict` returned."""
         params = list(self._params())
         self._tracked = {params[i]: _Tracked.of(tracked) for i, tracked in state["tracked"].items()}
 
@@ -170,16 +120,14 @@ class Observer:
             yield from group["params"]
 
     def points(self) -> list[Points]:
-        """The sample as it is now, a tensor each."""
+        """Return the sample as it is now, one entry per tensor."""
         found = []
-        for name, p, group in _named(self._optimizer, self._model):
+        for name, p, group in named_with_state(self._optimizer, self._model):
             if p in self._tracked:
                 tracked = self._tracked[p]
-                schedule = self._optimizer._schedule(group)
-                lr = group["base_lr"] * schedule
+                lr, lr_sgd = self._optimizer.current_rates(group)
                 adam_lr = lr / tracked.mean_square().sqrt()
-                lr_sgd = group["lr_sgd"] * schedule
-                gain = tracked.take(local(self._optimizer._relative_gain(group, self._optimizer._own_state[p])))
+                gain = tracked.take(local(self._optimizer.relative_gain(p)))
                 found.append(Points(name, adam_lr, gain.double() * lr_sgd, lr, lr_sgd))
         return found
 
@@ -227,56 +175,6 @@ def draw_rates(points: Sequence[Points], ax: Axes) -> None:
     ax.set(xscale="log", yscale="log", xlim=(left, right))
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes on each device, and bytes that a step of the optimizer moves there."""
-
-    parameters: float
-    gradients: float
-    state: float
-    moved: float
-
-    @property
-    def total(self) -> float:
-        """What stays on a device all the time; activations and gathered layers come on top."""
-        return self.parameters + self.gradients + self.state
-
-    def seconds(self, bandwidth: float) -> float:
-        """How long a step takes at a memory bandwidth, in bytes a second: what limits it on large tensors."""
-        return self.moved / bandwidth
-
-
-def memory_plan(
-    weights: float,
-    devices: int = 1,
-    *,
-    param_dtype: torch.dtype = torch.float32,
-    grad_dtype: torch.dtype | None = None,
-    state_dtype: torch.dtype | None = None,
-) -> MemoryPlan:
-    """What AdaBayes or AdaBayes-FP needs for a network of so many weights, sharded over devices by FSDP2.
-
-    Args:
-        weights: how many, as ``7e9``.
-        devices: over which all of it is sharded.
-        param_dtype: of the weights as they are kept.
-        grad_dtype: of gradients as the optimizer gets them. None: that of the weights.
-        state_dtype: as given to the optimizer. None: fp32, or float64 for such weights.
-
-    Examples:
-        >>> plan = memory_plan(7e9, devices=8)
-        >>> f"{plan.total / 1e9:.1f} GB a device"
-        '14.0 GB a device'
-    """
-    if not weights > 0 or devices < 1:
-        raise ValueError(f"weights {weights} must be above 0 and devices {devices} at least 1")
-    wide = torch.promote_types(param_dtype, torch.float32)
-    p, g, s = (dtype.itemsize for dtype in (param_dtype, grad_dtype or param_dtype, state_dtype or wide))
-    here = weights / devices
-    # A step reads weights, gradients and two arrays of state, and writes all but the gradients.
-    return MemoryPlan(p * here, g * here, 2 * s * here, (2 * p + g + 4 * s) * here)
-
-
 class _Tracked:
     """A few weights of one tensor."""
 
@@ -304,11 +202,11 @@ class _Tracked:
         return {"where": self._where, "beta2": self._beta2, "average": self._average, "steps": self._steps}
 
     def take(self, values: Tensor) -> Tensor:
-        """The sampled entries; without a copy of the rest, whatever its strides."""
+        """Return the sampled entries, without a copy of the rest, whatever its strides."""
         return values[self._where].reshape(-1)
 
-    def see(self, grad: Tensor, to_mean: float) -> None:
-        square = (self.take(grad).double() * to_mean).square()
+    def see(self, grad: Tensor, factor: float) -> None:
+        square = (self.take(grad).double() * factor).square()
         average = torch.zeros_like(square) if self._average is None else self._average
         self._average = average.lerp(square, 1 - self._beta2)
         self._steps += 1
@@ -319,25 +217,7 @@ class _Tracked:
 
 
 def _memory(group: dict[str, Any]) -> float:
-    """Per step, how much of the past the optimizer remembers of squared gradients."""
+    """Return the share of past squared gradients that the optimizer remembers from one step to the next."""
     if "dynamics" not in group:
         return float(group["betas"][1])
     return math.exp(-2 * drift(group["base_lr"], group["lr_sgd"], group["batch_size"]))
-
-
-def _named(optimizer: TwoRateOptimizer, model: nn.Module | None) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-    """Name, parameter and group of each parameter that has state."""
-    of_model = {p: name for name, p in model.named_parameters()} if model is not None else {}
-    for i, group in enumerate(optimizer.param_groups):
-        given: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
-        for j, (p, name) in enumerate(zip(group["params"], given)):
-            if p in optimizer._own_state:
-                yield of_model.get(p) or name or f"group {i}, parameter {j}", p, group
-
-
-def _quantiles(samples: list[tuple[Tensor, float]]) -> tuple[float, ...]:
-    """Of samples whose members stand for different numbers of weights."""
-    values, order = torch.cat([sample for sample, _ in samples]).sort()
-    weights = torch.cat([torch.full_like(sample, weight) for sample, weight in samples])[order].cumsum(0)
-    targets = torch.tensor(QUANTILES, dtype=weights.dtype, device=weights.device) * weights[-1]
-    return tuple(values[torch.searchsorted(weights, targets).clamp(max=len(values) - 1)].tolist())

@@ -1,4 +1,4 @@
-"""A look at a training set-up for the mistakes that people make."""
+"""Finds common mistakes in a training set-up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from adabayes.optim._rates import TwoRateOptimizer, two_rates
+from adabayes.optim._two_rates import TwoRateOptimizer, unwrap
 
 __all__ = ["check"]
 
@@ -24,21 +24,22 @@ def check(
     accumulate: int = 1,
     processes: int | None = None,
 ) -> list[str]:
-    """What looks wrong in a training set-up, each in a sentence or two; an empty list if nothing does.
+    """List what looks wrong in a training set-up, a sentence or two each; the list is empty if all looks right.
 
-    It looks at whether the optimizer has the model's parameters, at ``batch_size`` and ``reduction`` against a real
-    minibatch, and at precision. The loss is worked out twice, without gradients and dropout, the second time with every
-    example twice: that tells sums from means, unless examples are compared with one another, where it says nothing. The
-    model, its buffers and the random generators are left as they were. With several processes, call it in each.
+    It checks whether the optimizer has the model's parameters, whether ``batch_size`` and ``reduction`` fit a real
+    minibatch, and whether precision is lost. It computes the loss twice, without gradients and dropout, the second time
+    with every example twice: that tells sums from means, unless the loss compares examples with one another. The model,
+    its buffers and the random generators are left as they were. With several processes, call it in each.
 
     Args:
         optimizer: an AdaBayes or AdaBayesFP.
-        model: whose parameters it trains.
-        loss: from what is in ``batch`` to a tensor of one element, as the training loop has it.
+        model: the model that it trains.
+        loss: takes ``batch`` and returns a tensor of one element, as in the training loop.
         batch: a minibatch as this process gets it: tensors, or dicts and lists of them, whose first dimension counts
             examples.
-        accumulate: minibatches whose gradients are added up for one step.
-        processes: that have a minibatch each. None: all; say how many if some share one, as in tensor parallelism.
+        accumulate: number of minibatches whose gradients are added up for one step.
+        processes: number of processes that have a minibatch of their own. None: all; give it if some share one, as in
+            tensor parallelism.
 
     Examples:
         >>> from adabayes import AdaBayes
@@ -47,9 +48,9 @@ def check(
         >>> def loss(x, y):
         ...     return nn.functional.cross_entropy(model(x), y, reduction="sum")
         >>> check(optimizer, model, loss, torch.randn(32, 3), torch.zeros(32, dtype=torch.long))
-        ['The loss is summed: twice the examples make it twice as large. Say reduction="sum", or average it.']
+        ['The loss is summed: twice the examples make it twice as large. Set reduction="sum", or average it.']
     """
-    optimizer = two_rates(optimizer)
+    optimizer = unwrap(optimizer)
     if processes is None:
         processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return [
@@ -61,7 +62,7 @@ def check(
 
 
 def _foreign(groups: list[dict[str, Any]], model: nn.Module) -> Iterator[str]:
-    """Parameters that are trained in vain, or not at all."""
+    """Find parameters that are trained in vain, or not at all."""
     known = {p for group in groups for p in group["params"]}
     strange = len(known - set(model.parameters()))
     if strange:
@@ -75,60 +76,61 @@ def _foreign(groups: list[dict[str, Any]], model: nn.Module) -> Iterator[str]:
 
 
 def _imprecise(optimizer: TwoRateOptimizer, model: nn.Module) -> Iterator[str]:
-    """Precision that is lost on the way."""
+    """Find precision that is lost."""
     names = {p: name for name, p in model.named_parameters()}
     converted, coarse = [], []
     for group in optimizer.param_groups:
         for p in group["params"]:
-            state = optimizer._own_state.get(p)
-            if state and state["exp_avg"].dtype != optimizer._state_dtype(p, group):
-                converted.append(f"{names.get(p, 'a parameter')} ({state['exp_avg'].dtype} for {p.dtype})")
+            if optimizer.has_state(p):
+                dtype = optimizer.state[p]["exp_avg"].dtype
+                if dtype != optimizer.state_dtype_of(p, group):
+                    converted.append(f"{names.get(p, 'a parameter')} ({dtype} for {p.dtype})")
             if p.dtype == torch.bfloat16 and not group["stochastic_rounding"]:
                 coarse.append(p)
     if converted:
         yield (
-            f"State is not of the precision that parameters have: {_few(converted)}. They were converted after the "
-            "first step; make the optimizer after model.to(dtype), or load its own state dict, which converts it."
+            f"State has another precision than its parameters: {_few(converted)}. They were converted after the "
+            "first step: make the optimizer after model.to(dtype), or load its own state dict, which converts it."
         )
     if coarse:
         yield (
-            f"{len(coarse)} parameters are bfloat16, where steps below 1/256 of a weight are lost. Say "
+            f"{len(coarse)} parameters are bfloat16, where steps below 1/256 of a weight are lost. Set "
             "stochastic_rounding=True, or keep parameters in float32 and use autocast."
         )
 
 
 def _miscounted(groups: list[dict[str, Any]], batch: Any, processes: int, accumulate: int) -> Iterator[str]:
-    """A ``batch_size`` that is not that of a step."""
+    """Find a ``batch_size`` that is not that of a step."""
     tensors = [x for x in _leaves(batch) if isinstance(x, Tensor) and x.dim() > 0]
     if not tensors:
         raise ValueError("check(optimizer, model, loss, *batch): there is no tensor in batch")
     size = len(tensors[0])
     seen = size * processes * accumulate
-    of = [f"{size} examples"]
-    of += [f"{processes} processes"] if processes > 1 else []
-    of += [f"{accumulate} accumulated"] if accumulate > 1 else []
+    factors = [f"{size} examples"]
+    factors += [f"{processes} processes"] if processes > 1 else []
+    factors += [f"{accumulate} accumulated"] if accumulate > 1 else []
     for given in sorted({group["batch_size"] for group in groups if group["batch_size"] is not None}):
         if not 0.5 < given / seen < 2:
             yield (
-                f"batch_size={given:g}, but a step sees {' x '.join(of)}. It is that of a whole step, over all devices "
-                f"and accumulated minibatches: give batch_size={seen}."
+                f"batch_size={given:g}, but a step sees {' x '.join(factors)}. Count the examples of a whole step, "
+                f"over all devices and accumulated minibatches: give batch_size={seen}."
             )
 
 
 def _misreduced(groups: list[dict[str, Any]], once: float, twice: float) -> Iterator[str]:
-    """A ``reduction`` that is not the loss's, by the loss of a minibatch and of the same with every example twice."""
+    """Find a ``reduction`` that is not the loss's, from the loss of a minibatch once and with every example twice."""
     if not math.isfinite(once):
         yield f"The loss of this minibatch is {once}."
     reductions = {group["reduction"] for group in groups}
     if "mean" in reductions and once and 1.9 < twice / once < 2.1:
-        yield 'The loss is summed: twice the examples make it twice as large. Say reduction="sum", or average it.'
+        yield 'The loss is summed: twice the examples make it twice as large. Set reduction="sum", or average it.'
     if "sum" in reductions and once and 0.95 < twice / once < 1.05:
-        yield 'The loss is averaged: twice the examples leave it as it is. Say reduction="mean".'
+        yield 'The loss is averaged: twice the examples leave it as it is. Set reduction="mean".'
 
 
 @torch.no_grad()
 def _losses(model: nn.Module, loss: Callable[..., Tensor], batch: Any) -> tuple[float, float]:
-    """The loss of a minibatch, and of the same with every example twice."""
+    """Return the loss of a minibatch, and of the same with every example twice."""
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     dropouts = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.training]
@@ -166,7 +168,7 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 def _doubled(batch: Any) -> Any:
-    """Each example twice; mappings, also those of Hugging Face's tokenizers, become dicts."""
+    """Return each example twice; mappings, also those of Hugging Face's tokenizers, become dicts."""
     if isinstance(batch, Mapping):
         return {key: _doubled(value) for key, value in batch.items()}
     if isinstance(batch, list | tuple):

@@ -1,0 +1,59 @@
+"""Plans the memory of training, and the bytes that a step moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["MemoryPlan", "memory_plan"]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on each device, and bytes that a step of the optimizer moves there."""
+
+    parameters: float
+    gradients: float
+    state: float
+    moved: float
+
+    @property
+    def total(self) -> float:
+        """Bytes that stay on a device all the time; activations and gathered layers come on top."""
+        return self.parameters + self.gradients + self.state
+
+    def seconds(self, bandwidth: float) -> float:
+        """Return the time of a step on large tensors, which memory limits; ``bandwidth`` is in bytes per second."""
+        return self.moved / bandwidth
+
+
+def memory_plan(
+    weights: float,
+    devices: int = 1,
+    *,
+    param_dtype: torch.dtype = torch.float32,
+    grad_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
+) -> MemoryPlan:
+    """Plan the memory that AdaBayes or AdaBayes-FP needs for a network, sharded over devices by FSDP2.
+
+    Args:
+        weights: how many the network has, as ``7e9``.
+        devices: how many share all of it.
+        param_dtype: dtype of the weights.
+        grad_dtype: dtype of the gradients that the optimizer gets. None: that of the weights.
+        state_dtype: as given to the optimizer. None: fp32, or float64 for such weights.
+
+    Examples:
+        >>> plan = memory_plan(7e9, devices=8)
+        >>> f"{plan.total / 1e9:.1f} GB per device"
+        '14.0 GB per device'
+    """
+    if not weights > 0 or devices < 1:
+        raise ValueError(f"weights {weights} must be above 0 and devices {devices} at least 1")
+    wide = torch.promote_types(param_dtype, torch.float32)
+    p, g, s = (dtype.itemsize for dtype in (param_dtype, grad_dtype or param_dtype, state_dtype or wide))
+    here = weights / devices
+    # A step reads weights, gradients and two arrays of state, and writes all but the gradients.
+    return MemoryPlan(p * here, g * here, 2 * s * here, (2 * p + g + 4 * s) * here)

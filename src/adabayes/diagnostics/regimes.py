@@ -1,0 +1,49 @@
+"""Counts which weights move like SGD and which like Adam, from the state of an optimizer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from adabayes._regimes import GOLDEN, QUANTILES, Regime, Regimes
+from adabayes.diagnostics._names import named_with_state
+from adabayes.optim._tensors import local
+from adabayes.optim._two_rates import unwrap
+
+__all__ = ["regimes"]
+
+_SAMPLE = 100_000  # weights per tensor that quantiles are taken over; shares count all weights
+
+
+def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> Regimes:
+    """Return the regimes of an :class:`~adabayes.AdaBayes` or :class:`~adabayes.AdaBayesFP` that has taken a step.
+
+    Args:
+        optimizer: parameters without state (no gradient yet) are left out.
+        model: where to take the names of parameters from; or make the optimizer with ``named_parameters()``.
+    """
+    optimizer = unwrap(optimizer)
+    rows: list[Regime] = []
+    samples: list[tuple[Tensor, float]] = []  # effective learning rates, and how many weights each stands for
+    for name, p, group in named_with_state(optimizer, model):
+        gain = local(optimizer.relative_gain(p)).flatten()
+        count = gain.numel()
+        if count == 0:
+            continue
+        sgd_like = torch.count_nonzero(gain * GOLDEN >= 1).item() / count
+        adam_like = torch.count_nonzero(gain * GOLDEN < 1).item() / count
+        _, lr_sgd = optimizer.current_rates(group)
+        sample = gain[:: -(-count // _SAMPLE)].double() * lr_sgd
+        samples.append((sample, count / sample.numel()))
+        rows.append(Regime(name, count, sgd_like, adam_like, _quantiles([samples[-1]]), lr_sgd))
+    if not rows:
+        raise RuntimeError("no parameter has state yet: take a step with gradients first")
+    return Regimes.of(rows, _quantiles(samples))
+
+
+def _quantiles(samples: list[tuple[Tensor, float]]) -> tuple[float, ...]:
+    """Return the quantiles of samples whose members stand for different numbers of weights."""
+    values, order = torch.cat([sample for sample, _ in samples]).sort()
+    weights = torch.cat([torch.full_like(sample, weight) for sample, weight in samples])[order].cumsum(0)
+    targets = torch.tensor(QUANTILES, dtype=weights.dtype, device=weights.device) * weights[-1]
+    return tuple(values[torch.searchsorted(weights, targets).clamp(max=len(values) - 1)].tolist())
