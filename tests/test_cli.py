@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from adabayes import __version__, bench, kernels
+from adabayes import __version__, kernels
+from adabayes.bench import measure, torch_steps
+from adabayes.bench.workloads import QUICK, WORKLOADS, Workload
 
 
 def adabayes(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -39,9 +42,9 @@ def test_bench_measures_prints_writes_and_draws(tmp_path: Path) -> None:
     assert report["machine"]["torch"] == torch.__version__
     assert report["settings"]["threads"] == 1
     rows = {row["optimizer"]: row for row in report["rows"]}
-    assert set(rows) == {bench.BASELINE, *names}
-    assert rows[bench.BASELINE]["ratio"] == 1
-    assert rows[bench.BASELINE]["state_bytes"] == 8
+    assert set(rows) == {torch_steps.BASELINE, *names}
+    assert rows[torch_steps.BASELINE]["ratio"] == 1
+    assert rows[torch_steps.BASELINE]["state_bytes"] == 8
     if not kernels.unavailable():
         assert rows["AdaBayes fused bf16"]["state_bytes"] == 4
         assert rows["AdaBayes fused bf16"]["of_roof"] > 0
@@ -67,16 +70,42 @@ def test_bench_refuses_what_it_does_not_know_before_it_measures(arguments: list[
 
 
 def test_workloads_have_the_sizes_of_the_networks() -> None:
-    def weights(name: str) -> int:
-        return sum(torch.Size(shape).numel() for shape in bench.WORKLOADS[name]())
-
-    assert {name: weights(name) for name in bench.WORKLOADS} == {
+    assert {name: workload.weights for name, workload in WORKLOADS.items()} == {
         "tiny": 10_000,
+        "small": 2_099_068,
+        "small-saved": 2_099_068,
         "densenet121": 6_956_298,
         "resnet34": 21_282_122,
         "one50m": 50_000_000,
         "gpt2": 124_439_808,
     }
+
+
+def test_small_workloads_are_a_thousand_tensors_each_time_the_same() -> None:
+    for name in ("small", "small-saved"):
+        shapes = WORKLOADS[name].shapes()
+        assert len(shapes) == 1000
+        assert all(64 <= size <= 4096 for (size,) in shapes)
+        assert shapes == WORKLOADS["small"].shapes()
+        assert name in QUICK
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_every_optimizer_of_a_saved_workload_has_given_its_state_away(
+    saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    state_dict = torch.optim.Optimizer.state_dict
+
+    def noted(optimizer: torch.optim.Optimizer) -> Any:
+        found = state_dict(optimizer)
+        given.append(len(found["state"]))
+        return found
+
+    monkeypatch.setattr(torch.optim.Optimizer, "state_dict", noted)
+    names = [torch_steps.BASELINE, "AdaBayes foreach", "AdaBayes-FP foreach"]
+    torch_steps.steps(Workload(lambda: [(3,), (4,)], saved=saved), names)
+    assert given == ([2, 2, 2] if saved else [])
 
 
 def test_bench_measures_jax_too() -> None:
@@ -88,12 +117,15 @@ def test_bench_measures_jax_too() -> None:
     done = adabayes("bench", "--backend", "jax", "--threads", "1")
     assert done.returncode == 2
     assert "taskset" in done.stderr
+    done = adabayes("bench", "--backend", "jax", "--workload", "small-saved")  # JAX's state is with the caller anyway
+    assert done.returncode == 2
+    assert "unknown workload 'small-saved'" in done.stderr
 
 
 @pytest.mark.parametrize(
-    "name", sorted({"ivon.IVON", "schedulefree.AdamW", "adabound.AdaBound"} & set(bench.optimizers()))
+    "name", sorted({"ivon.IVON", "schedulefree.AdamW", "adabound.AdaBound"} & set(torch_steps.optimizers()))
 )
 def test_other_packages_take_part_where_they_are_installed(name: str) -> None:
-    report = bench.run(bench.Settings(("tiny",), (bench.BASELINE, name), threads=1, repeats=2))
+    report = measure.run(measure.Settings(("tiny",), (torch_steps.BASELINE, name), threads=1, repeats=2))
     assert report.rows[1].optimizer == name
     assert report.rows[1].milliseconds > 0

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from adabayes import AdaBayes, AdaBayesFP
-from adabayes.bench import state_bytes
+from adabayes.bench.torch_steps import state_bytes
 from adabayes.diagnostics import Observer, memory_plan, regimes
 from adabayes.filtering import fixed_point
 

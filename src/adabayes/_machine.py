@@ -1,4 +1,4 @@
-"""What to say about the machine that something was measured on."""
+"""Describes the machine that something was measured on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """Its name, and how many cores there are to use."""
+    """Return the name of the processor, and its number of cores."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from adabayes import __version__, bench, kernels
+from adabayes.bench import measure
+from adabayes.bench.workloads import WORKLOADS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,11 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=bench.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("--quick", action="store_true", help="small workloads and few repeats: under a minute")
+    command.add_argument("--quick", action="store_true", help="small workloads and few repeats: about a minute")
     command.add_argument("--backend", choices=("torch", "jax"), default="torch", help="(default: torch)")
     command.add_argument("--threads", type=int, help="(default: torch's)")
     command.add_argument(
-        "--workload", action="append", metavar="NAME", help=f"of {', '.join(bench.WORKLOADS)}; may be repeated"
+        "--workload", action="append", metavar="NAME", help=f"of {', '.join(WORKLOADS)}; may be repeated"
     )
     command.add_argument(
         "--optimizer",
@@ -86,7 +88,7 @@ def diagnosis() -> str:
 
 def run_bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     try:
-        settings = bench.Settings.of(
+        settings = measure.Settings.of(
             args.quick, args.threads, args.workload, args.optimizer, args.repeats, args.backend
         )
     except ValueError as error:
@@ -97,7 +99,7 @@ def run_bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
         if path and not path.resolve().parent.is_dir():
             parser.error(f"{path}: there is no folder {path.resolve().parent}")
     try:
-        report = bench.run(settings)
+        report = measure.run(settings)
     except KeyboardInterrupt:
         sys.exit("stopped; nothing was written")
     print(report.table())

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from adabayes import __version__, diagnostics
 from adabayes._machine import processor
-from adabayes.bench import state_bytes
+from adabayes.bench.torch_steps import state_bytes
 from adabayes.lab import models, optimizers
 from adabayes.lab.data import Data
 from adabayes.lab.files import DataError

@@ -1,0 +1,64 @@
+"""Jitted steps of optax's optimizers and of ours, to be timed; parameters and state are donated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from adabayes.optax import adabayes, adabayes_fp  # isort: skip  # first, for it says what to install
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from adabayes.bench.measure import Step
+from adabayes.bench.workloads import Workload
+
+__all__ = ["BASELINE", "optimizers", "roof", "steps"]
+
+BASELINE = "optax.adamw"
+
+
+def optimizers() -> dict[str, Callable[[], optax.GradientTransformation]]:
+    """Return the optimizers by the names in the table."""
+    return {
+        BASELINE: lambda: optax.adamw(1e-3, weight_decay=0.01),
+        "AdaBayes": lambda: adabayes(1e-3, weight_decay=0.01),
+        "AdaBayes-FP": lambda: adabayes_fp(1e-3, weight_decay=0.01),
+        "AdaBayes bf16": lambda: adabayes(1e-3, weight_decay=0.01, state_dtype=jnp.bfloat16),
+        "optax.adam": lambda: optax.adam(1e-3),
+        "optax.sgd": lambda: optax.sgd(0.1, momentum=0.9),
+    }
+
+
+def steps(workload: Workload, names: Sequence[str]) -> dict[str, Step]:
+    """Make each optimizer with parameters of its own, and gradients that all share."""
+    random = np.random.default_rng(0)
+    shapes = workload.shapes()
+    start = [jnp.asarray(random.standard_normal(shape, np.float32)) for shape in shapes]
+    grads = [jnp.asarray(np.float32(0.01) * random.standard_normal(shape, np.float32)) for shape in shapes]
+    makers = optimizers()
+    return {name: _step(makers[name](), [jnp.copy(p) for p in start], grads) for name in names}
+
+
+def roof(weights: int) -> None:
+    """Make no loop to compare with: that of torch uses the threads of our kernels, not JAX's."""
+
+
+def _step(optimizer: Any, params: Any, grads: Any) -> Step:
+    state = optimizer.init(params)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.ndim)
+
+    def update(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    compiled = jax.jit(update, donate_argnums=(0, 1))
+
+    def step() -> None:
+        nonlocal params, state
+        params, state = compiled(params, state, grads)
+        jax.block_until_ready((params, state))  # type: ignore[no-untyped-call]
+
+    return Step(step, lambda: size)

@@ -1,0 +1,126 @@
+"""Steps of torch's optimizers and of ours, to be timed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adabayes import AdaBayes, AdaBayesFP, kernels
+from adabayes.bench.measure import Step
+from adabayes.bench.workloads import Workload
+
+__all__ = ["BASELINE", "optimizers", "roof", "state_bytes", "steps"]
+
+Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+BASELINE = "AdamW fused"
+
+
+def optimizers() -> dict[str, Maker]:
+    """Return the optimizers by the names in the table; those of other packages where they are installed."""
+    low = torch.bfloat16
+    makers: dict[str, Maker] = {
+        BASELINE: lambda p: torch.optim.AdamW(p, fused=True),
+        "AdaBayes fused": lambda p: AdaBayes(p, weight_decay=0.01, fused=True),
+        "AdaBayes-FP fused": lambda p: AdaBayesFP(p, weight_decay=0.01, fused=True),
+        "AdaBayes fused bf16": lambda p: AdaBayes(p, weight_decay=0.01, fused=True, state_dtype=low),
+        "AdaBayes-FP fused bf16": lambda p: AdaBayesFP(p, weight_decay=0.01, fused=True, state_dtype=low),
+        "AdaBayes foreach": lambda p: AdaBayes(p, weight_decay=0.01, foreach=True),
+        "AdaBayes-FP foreach": lambda p: AdaBayesFP(p, weight_decay=0.01, foreach=True),
+        "AdaBayes single": lambda p: AdaBayes(p, weight_decay=0.01, foreach=False),
+        "AdaBayes-FP single": lambda p: AdaBayesFP(p, weight_decay=0.01, foreach=False),
+        "AdamW foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+        "Adam fused": lambda p: torch.optim.Adam(p, fused=True),
+        "Adam foreach": lambda p: torch.optim.Adam(p, foreach=True),
+        "SGD fused": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, fused=True),
+        "SGD foreach": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),
+    }
+    if kernels.unavailable():
+        makers = {name: maker for name, maker in makers.items() if not ("AdaBayes" in name and "fused" in name)}
+    for package, name, make in (
+        ("adabound", "adabound.AdaBound", _adabound),
+        ("ivon", "ivon.IVON", _ivon),
+        ("schedulefree", "schedulefree.AdamW", _schedule_free),
+    ):
+        if importlib.util.find_spec(package):
+            makers[name] = make
+    return makers
+
+
+def steps(workload: Workload, names: Sequence[str]) -> dict[str, Step]:
+    """Make each optimizer with parameters of its own, and gradients that all share."""
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in workload.shapes()]
+    grads = [0.01 * torch.randn(shape, generator=generator) for shape in workload.shapes()]
+    for g in grads:
+        g[g == 0] = 1e-3  # no dead weights, of which random numbers would make one in ten million
+    makers = optimizers()
+    made: dict[str, Step] = {}
+    for name in names:
+        params = [p.clone().requires_grad_() for p in start]
+        for p, g in zip(params, grads):
+            p.grad = g
+        optimizer = makers[name](params)
+        take = _step_of(optimizer)
+        if workload.saved:
+            take()
+            optimizer.state_dict()
+        made[name] = Step(take, partial(state_bytes, optimizer))
+    return made
+
+
+def roof(weights: int) -> Callable[[], None] | None:
+    """Make a loop that reads four arrays and writes three of them in place, with the threads of the kernels."""
+    if kernels.unavailable():
+        return None
+    arrays = [torch.ones(weights) for _ in range(4)]
+    return lambda: kernels.stream(*arrays)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of all tensors of the state, wherever the optimizer keeps them, except step counts."""
+    entries = [
+        entry
+        for state in optimizer.state.values()
+        for entry in (state.values() if isinstance(state, dict) else [state])
+    ]
+    entries += [value for group in optimizer.param_groups for value in group.values()]
+    return sum(entry.nbytes for entry in entries if isinstance(entry, Tensor) and entry.dim() > 0)
+
+
+def _adabound(params: list[Tensor]) -> torch.optim.Optimizer:
+    # A package of 2019, whose calls torch deprecates at each step.
+    warnings.filterwarnings("ignore", "This overload of add", UserWarning)
+    optimizer: torch.optim.Optimizer = importlib.import_module("adabound").AdaBound(params)
+    return optimizer
+
+
+def _ivon(params: list[Tensor]) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = importlib.import_module("ivon").IVON(params, lr=0.1, ess=50_000)
+    return optimizer
+
+
+def _schedule_free(params: list[Tensor]) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = importlib.import_module("schedulefree").AdamWScheduleFree(params)
+    optimizer.train()  # type: ignore[attr-defined]
+    return optimizer
+
+
+def _step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """Return the calls of one training step: IVON also draws the weights at which gradients are taken."""
+    if not hasattr(optimizer, "sampled_params"):
+        return optimizer.step
+
+    def step() -> None:
+        with optimizer.sampled_params(train=True):
+            pass
+        optimizer.step()
+
+    return step
