@@ -1,4 +1,7 @@
-"""Building and shipping: real wheels, in fresh environments, with a compiler and without."""
+"""Building and shipping: real wheels, in fresh environments, with a compiler and without.
+
+Python runs with -I there, so that PYTHONPATH cannot put this source in place of the wheel.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from adabayes import __version__
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,13 +61,14 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def install_and_run(python: Path, wheel: Path, script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", "--no-index", wheel]
     subprocess.run(install, check=True, cwd=cwd)
-    return subprocess.run([python, "-c", script], capture_output=True, text=True, cwd=cwd, check=False)
+    return subprocess.run([python, "-I", "-c", script], capture_output=True, text=True, cwd=cwd, check=False)
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
 def test_wheel_has_the_kernels_for_any_python_and_takes_fused_steps(python: Path, tmp_path: Path) -> None:
     sdist, wheel = sorted(build(ROOT, tmp_path / "dist"), key=lambda path: path.suffix)
-    assert sdist.name.endswith(".tar.gz")
+    assert sdist.name == f"adabayes-{__version__}.tar.gz"
+    assert wheel.name.startswith(f"adabayes-{__version__}-")
     assert "-py3-none-" in wheel.name
     assert not wheel.name.endswith("-any.whl")
     assert any(name.startswith("adabayes/kernels/_fused.") for name in zipfile.ZipFile(wheel).namelist())
@@ -70,7 +76,7 @@ def test_wheel_has_the_kernels_for_any_python_and_takes_fused_steps(python: Path
     assert done.returncode == 0, done.stderr
     assert str(python.parent.parent) in done.stdout
     doctor = subprocess.run(
-        [python, "-m", "adabayes", "doctor"], capture_output=True, text=True, cwd=tmp_path, check=True
+        [python, "-I", "-m", "adabayes", "doctor"], capture_output=True, text=True, cwd=tmp_path, check=True
     )
     assert "loaded" in doctor.stdout
 
@@ -84,6 +90,6 @@ def test_without_a_compiler_everything_else_works(python: Path, tmp_path: Path) 
     assert done.returncode != 0
     assert "install a C compiler (gcc or clang) and then adabayes again" in done.stderr
     doctor = subprocess.run(
-        [python, "-m", "adabayes", "doctor"], capture_output=True, text=True, cwd=tmp_path, check=True
+        [python, "-I", "-m", "adabayes", "doctor"], capture_output=True, text=True, cwd=tmp_path, check=True
     )
     assert "not there: the kernels were not built" in doctor.stdout

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +17,63 @@ from adabayes import __version__, kernels
 from adabayes.bench import measure, torch_steps
 from adabayes.bench.workloads import QUICK, WORKLOADS, Workload
 
+ROOT = Path(__file__).parent.parent
+
 
 def adabayes(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "adabayes", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+HELP = """
+import contextlib, io, sys
+from adabayes import cli
+
+def say(*arguments):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        cli.main(arguments)
+    return out.getvalue()
+
+assert say("--version") == f"adabayes {cli.__version__}\\n"
+commands = {
+    (): ["doctor", "bench", "reproduce", "train", "tune", "report", "theory", "runs", "data"],
+    ("data",): ["list", "fetch", "verify"],
+}
+for before, names in commands.items():
+    text = say(*before, "--help")
+    assert "{" + ",".join(names) + "}" in text, text  # there are no others
+    for name in names:
+        assert say(*before, name, "--help").startswith(" ".join(["usage: adabayes", *before, name]))
+heavy = {"torch", "numpy", "jax", "matplotlib", "rich", "adabayes.lab"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_help_and_version_do_not_wait_for_torch() -> None:
+    subprocess.run([sys.executable, "-c", HELP], check=True)
+
+
+@pytest.mark.parametrize("command", [[], ["data"]])
+def test_without_a_command_the_help_is_printed_and_that_is_no_error(command: list[str]) -> None:
+    bare, asked = adabayes(*command), adabayes(*command, "--help")
+    assert bare.returncode == 0
+    assert bare.stdout == asked.stdout
+    assert bare.stderr == ""
+
+
+def test_an_unknown_command_is_an_error_that_names_the_commands() -> None:
+    done = adabayes("benhc")
+    assert done.returncode == 2
+    assert "'bench'" in done.stderr or "bench," in done.stderr  # as the version of Python quotes them
+
+
+def test_the_version_stands_in_one_place() -> None:
+    """That of the package, which the installed metadata and pyproject.toml take over; CITATION.cff may repeat it."""
+    assert importlib.metadata.version("adabayes") == __version__
+    assert not re.search(r"^version\b", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    cited = re.findall(r"^version: *(\S+)", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert cited in ([], [__version__])
 
 
 def test_doctor_tells_versions_and_kernels() -> None:

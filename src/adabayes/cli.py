@@ -1,4 +1,7 @@
-"""The command line."""
+"""The command line.
+
+``--help`` and ``--version`` answer at once: torch and the lab are imported when a command runs, not before.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from adabayes import __version__, bench, kernels
-from adabayes.bench import measure
+from adabayes import __version__, bench
 from adabayes.bench.workloads import WORKLOADS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="adabayes", description="Optimizers between SGD and AdamW: tools.")
+    args = _parser().parse_args(arguments)
+    args.command = shlex.join(["adabayes", *(sys.argv[1:] if arguments is None else arguments)])
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        args.command = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} -m {args.command}"
+    args.run(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="adabayes", description="Tools for optimizers between SGD and AdamW.")
     parser.add_argument("--version", action="version", version=f"adabayes {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True)
+    commands = _add_commands(parser)
 
     doctor = commands.add_parser(
         "doctor",
-        help="is everything in place?",
-        description="Prints versions, whether the fused kernels are there, with which instructions they run, and which "
+        help="check the installation",
+        description="Prints versions, whether the fused kernels are there, which instructions they use, and which "
         "extras are installed.",
     )
     doctor.set_defaults(run=lambda args: print(diagnosis()))
@@ -43,13 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--backend", choices=("torch", "jax"), default="torch", help="(default: torch)")
     command.add_argument("--threads", type=int, help="(default: torch's)")
     command.add_argument(
-        "--workload", action="append", metavar="NAME", help=f"of {', '.join(WORKLOADS)}; may be repeated"
+        "--workload", action="append", metavar="NAME", help=f"one of {', '.join(WORKLOADS)}; may be repeated"
     )
     command.add_argument(
         "--optimizer",
         action="append",
         metavar="NAME",
-        help="as the table names them; may be repeated; fused AdamW is always there",
+        help="a name from the table; may be repeated; fused AdamW is always there",
     )
     command.add_argument("--repeats", type=int, help="timed steps of each optimizer (default: 30; with --quick 10)")
     command.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
@@ -57,18 +65,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.set_defaults(run=lambda args: run_bench(command, args))
 
     _add_lab(commands)
+    return parser
 
-    args = parser.parse_args(arguments)
-    args.command = shlex.join(["adabayes", *(sys.argv[1:] if arguments is None else arguments)])
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        args.command = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} -m {args.command}"
-    args.run(args)
+
+def _add_commands(parser: argparse.ArgumentParser) -> Any:
+    """Let a parser have commands; without one, it prints its help."""
+    parser.set_defaults(run=lambda args: parser.print_help())
+    return parser.add_subparsers(title="commands")
 
 
 _EXTRAS = {"plot": "matplotlib", "lab": "optuna", "jax": "optax", "ray": "ray", "tensorboard": "tensorboard"}
 
 
 def diagnosis() -> str:
+    """Describe the installation, a line for each part."""
+    import torch
+
+    from adabayes import kernels
+
     missing = kernels.unavailable()
     lines = {
         "adabayes": __version__,
@@ -87,6 +101,8 @@ def diagnosis() -> str:
 
 
 def run_bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    from adabayes.bench import measure
+
     try:
         settings = measure.Settings.of(
             args.quick, args.threads, args.workload, args.optimizer, args.repeats, args.backend
@@ -115,7 +131,7 @@ def run_bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
 
 
 def _add_lab(commands: Any) -> None:
-    """Its commands; what they do is imported only when they are given."""
+    """Add the commands of the lab, which is imported when one of them runs."""
     reproduce = _command(
         commands,
         "reproduce",
@@ -132,15 +148,17 @@ Give the same command again to go on after Ctrl-C, a crash or a full disk: what 
 if nothing had happened, bit for bit. Results are in --out: results.csv, results.json, and a folder for each run.""",
     )
     _add_protocol(reproduce)
-    reproduce.add_argument("--optimizers", type=_names, metavar="A,B,...", help="of the protocol's (default: all)")
-    reproduce.add_argument("--seeds", type=int, metavar="N", help="0 to N-1 (default: the protocol's)")
+    reproduce.add_argument("--optimizers", type=_names, metavar="A,B,...", help="some of the protocol's (default: all)")
+    reproduce.add_argument("--seeds", type=int, metavar="N", help="run seeds 0 to N-1 (default: the protocol's)")
     reproduce.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="runs at a time; the cores are shared out (default: 1)"
     )
     reproduce.add_argument(
         "--executor", choices=("local", "ray"), default="local", help="where runs go (default: local)"
     )
-    reproduce.add_argument("--address", metavar="ADDR", help="of a Ray cluster, or auto (default: start one here)")
+    reproduce.add_argument(
+        "--address", metavar="ADDR", help="address of a Ray cluster, or auto (default: start one here)"
+    )
     reproduce.add_argument("--cpus-per-run", type=float, default=1, metavar="N", help="with ray (default: 1)")
     reproduce.add_argument("--gpus-per-run", type=float, default=0, metavar="N", help="with ray (default: 0)")
     reproduce.add_argument(
@@ -153,7 +171,7 @@ if nothing had happened, bit for bit. Results are in --out: results.csv, results
     train = _command(
         commands,
         "train",
-        "one run",
+        "train one optimizer with one seed",
         """Trains one optimizer with one seed.
 
   adabayes train --optimizer adabayes
@@ -164,7 +182,7 @@ On several devices, with the same batches and the same metrics but for rounding,
   torchrun --nproc-per-node 2 -m adabayes train --optimizer adabayes --distributed ddp""",
     )
     _add_protocol(train)
-    train.add_argument("--optimizer", required=True, metavar="NAME", help="one of the protocol's, as adabayes or sgd")
+    train.add_argument("--optimizer", required=True, metavar="NAME", help="one of the protocol's, like adabayes or sgd")
     train.set_defaults(jobs=1, executor="local", address=None, ranks=None, dry_run=False)
     train.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
     train.add_argument(
@@ -187,7 +205,7 @@ sensitive each optimizer is. The same command goes on where it was stopped; a la
   adabayes reproduce --protocol out/quick-tuning/tuned.toml""",
     )
     _add_protocol(tune)
-    tune.add_argument("--optimizers", type=_names, metavar="A,B,...", help="of the protocol's (default: all)")
+    tune.add_argument("--optimizers", type=_names, metavar="A,B,...", help="some of the protocol's (default: all)")
     tune.add_argument("--budget", type=int, required=True, metavar="N", help="trials of each optimizer")
     tune.set_defaults(executor="local", dry_run=False)
     _add_training(tune)
@@ -195,21 +213,21 @@ sensitive each optimizer is. The same command goes on where it was stopped; a la
     report = _command(
         commands,
         "report",
-        "a page to look at, from a folder of runs",
-        "Writes index.html, a page that needs no network: the table, the curves, what each weight gets, what it costs.",
+        "make a page from a folder of runs",
+        "Writes index.html, a page that needs no network: the table, curves, learning rates of weights, and costs.",
     )
     report.add_argument(
-        "folder", type=Path, metavar="RUNS", help="what was --out of reproduce or train, like out/quick"
+        "folder", type=Path, metavar="RUNS", help="the folder that reproduce or train wrote to, like out/quick"
     )
-    report.add_argument("--out", type=Path, metavar="DIR", help="where to write it (default: RUNS)")
+    report.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUNS)")
     report.add_argument(
-        "--figures", action="store_true", help="and DIR/figures: each as PDF, SVG and PNG, for a two-column page"
+        "--figures", action="store_true", help="also write DIR/figures: each as PDF, SVG and PNG, for a two-column page"
     )
 
     theory = _command(
         commands,
         "theory",
-        "the paper's theory, simulated, measured and drawn",
+        "check the paper's theory by simulation",
         """Checks each claim of the paper's theory by simulation, in seconds and without data: the measured value
 against the predicted one. Writes theory.md with a figure for each part, and explorer.html, a page with sliders that
 shows what learning rate a weight gets and converts the settings of AdamW, SGD and the paper. The exit code is 1 if a
@@ -217,16 +235,21 @@ claim fails.""",
     )
     theory.add_argument("--out", type=Path, default=Path("out/theory"), metavar="DIR", help="(default: out/theory)")
 
-    runs = _command(commands, "runs", "what is done, running, missing, failed", "Lists the runs of a folder.")
-    runs.add_argument("folder", type=Path, metavar="DIR", help="what was --out, like out/quick")
+    runs = _command(
+        commands,
+        "runs",
+        "list runs: done, running, missing, failed",
+        "Lists the runs of a folder, and how each stands.",
+    )
+    runs.add_argument("folder", type=Path, metavar="DIR", help="the folder that was written to, like out/quick")
 
     data = commands.add_parser(
-        "data", help="data sets: list, fetch, verify", description="Data sets that come in files."
+        "data", help="list, fetch or verify data sets", description="Manages data sets that come in files."
     )
-    actions = data.add_subparsers(title="commands", required=True)
+    actions = _add_commands(data)
     for name, text in (
-        ("list", "what there is, and where"),
-        ("fetch", "download, and go on where a download broke off; nothing is opened before its checksum is right"),
+        ("list", "list the data sets, and where they are"),
+        ("fetch", "download, or resume a download; no file is opened before its checksum is right"),
         ("verify", "check all files against the checksums that the authors publish"),
     ):
         action = _command(actions, name, text, text.capitalize() + ".", f"data_{name}")
@@ -248,11 +271,12 @@ def _run_lab(parser: argparse.ArgumentParser, function: str, args: argparse.Name
         act: Callable[[argparse.Namespace], int] = getattr(importlib.import_module("adabayes.lab.commands"), function)
     except ImportError as error:
         parser.exit(
-            1, f"{error}\nThe lab needs more than the optimizers do: pip install '.[lab]' in the folder of AdaBayes\n"
+            1,
+            f"{error}\nThe lab needs more than the optimizers do: pip install '.[lab]' in the folder of AdaBayes\n",
         )
     try:
         code = act(args)
-    except (ValueError, OSError, ImportError) as error:  # what the user can mend
+    except (ValueError, OSError, ImportError) as error:  # that the user can fix
         parser.exit(1, f"adabayes: {error}\n")
     except KeyboardInterrupt:
         parser.exit(130, "stopped\n")
@@ -300,7 +324,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 def _add_tensorboard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--tensorboard", action="store_true", help="write events as runs go, for tensorboard --logdir OUT/runs"
+        "--tensorboard", action="store_true", help="write events during runs, for tensorboard --logdir OUT/runs"
     )
 
 
