@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -398,6 +399,12 @@ def test_learning_rate_of_zero_moves_nothing_and_raises_nothing(make: Any) -> No
     p, state = trained(make(lambda count: 0.0 * count), 3)
     same(p, params())
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("name", ["ScaleByAdaBayesState", "ScaleByAdaBayesFPState", "Rates"])
+def test_states_pickled_by_version_0_1_are_found(name: str) -> None:
+    """It had them all in adabayes.optax itself."""
+    assert pickle.loads(f"cadabayes.optax\n{name}\n.".encode()).__name__ == name
 
 
 # Processes of their own

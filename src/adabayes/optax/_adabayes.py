@@ -1,0 +1,153 @@
+"""AdaBayes: Algorithm 1 of the paper."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from adabayes import filtering
+from adabayes.optax._chain import chain
+from adabayes.optax._leaves import Leaves
+from adabayes.optax._numbers import Rate, Rates, Scalar, bias_correction, caster, check, plain, resolve_rates
+
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+class ScaleByAdaBayesState(NamedTuple):
+    """A gain of 0 marks a weight that has had no gradient yet: its filter has not begun."""
+
+    count: jax.Array  # type: ignore[assignment]  # of updates
+    steps: jax.Array  # of those that counted: under dynamics="paper", not those at a learning rate of 0
+    mu: optax.Updates
+    gain: optax.Updates
+    rates: Rates
+
+
+def scale_by_adabayes(
+    learning_rate: Rate = 1e-3,
+    lr_sgd: Scalar | None = None,
+    batch_size: Scalar = 128,
+    b1: Scalar = 0.9,
+    *,
+    base_lr: Scalar | None = None,
+    dynamics: Literal["exact", "paper"] = "exact",
+    mu_dtype: Any = None,
+    state_dtype: Any = None,
+    seed: int = 0,
+) -> optax.GradientTransformation:
+    """Scale gradients by the filter's gain, in units of the learning rate, which is to follow in the chain.
+
+    Arguments are those of :func:`adabayes`.
+    """
+    base_lr, lr_sgd = resolve_rates(learning_rate, base_lr, lr_sgd)
+    learning_rate, batch_size, b1 = map(plain, (learning_rate, batch_size, b1))
+    check("batch_size", batch_size, 1, math.inf)
+    check("b1", b1, 0, 1)
+    if dynamics not in ("exact", "paper"):
+        raise ValueError(f"Invalid dynamics: {dynamics!r}. It must be 'exact' or 'paper'.")
+    leaves = Leaves(mu_dtype, state_dtype, seed)
+    exact = dynamics == "exact"
+    k = filtering.drift(base_lr, lr_sgd, batch_size)
+
+    def init(params: optax.Params) -> ScaleByAdaBayesState:
+        counts = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)  # two buffers, so that both can be donated
+        return ScaleByAdaBayesState(*counts, *leaves.zeros(params), Rates.of(base_lr, lr_sgd))
+
+    def update(
+        updates: optax.Updates, state: ScaleByAdaBayesState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ScaleByAdaBayesState]:
+        schedule: Scalar = 1.0
+        if not exact:
+            schedule = (learning_rate(state.count) if callable(learning_rate) else learning_rate) / base_lr
+        live = schedule != 0  # where the paper divides by zero, nothing is to happen
+        steps = jnp.where(live, optax.safe_increment(state.steps), state.steps)
+        # In units of the learning rate, which is to follow; at a rate of 0, whatever is finite.
+        scale = 1 / (bias_correction(b1, jnp.maximum(steps, 1)) * base_lr * jnp.where(live, schedule, 1.0))
+
+        def leaf(g: jax.Array, mu: jax.Array, gain: jax.Array) -> tuple[jax.Array, ...]:
+            number = caster(gain.dtype)
+            mean = mu + (g - mu) * number(1 - b1)
+            sleeping = gain == 0
+            if exact:
+                begun = jnp.where(sleeping, filtering.fixed_point(g * g, number(base_lr), number(lr_sgd)), gain)
+                prior = filtering.predict(begun, filtering.ornstein_uhlenbeck(number(k), number(lr_sgd)))
+            else:
+                flow = filtering.euler(number(k * schedule), number(lr_sgd * schedule))
+                prior = filtering.predict(jnp.where(sleeping, number(lr_sgd * schedule), gain), flow)
+            information = filtering.curvature(g, number(batch_size))
+            posterior = filtering.update(prior, information)
+            posterior = jnp.maximum(posterior, _TINY)  # awake, whatever the gradient
+            if exact:
+                posterior = jnp.where(gain + information == 0, 0, posterior)  # still no gradient
+            else:
+                mean, posterior = (jnp.where(live, new, old) for new, old in ((mean, mu), (posterior, gain)))
+            return posterior * mean * number(scale), mean, posterior
+
+        directions, mu, gain = leaves.update(leaf, steps, updates, params, state.mu, state.gain)
+        now = jax.tree.map(
+            lambda new, old: jnp.where(live, new, old), Rates.of(base_lr * schedule, lr_sgd * schedule), state.rates
+        )
+        return directions, ScaleByAdaBayesState(optax.safe_increment(state.count), steps, mu, gain, now)
+
+    return optax.GradientTransformation(init, update)
+
+
+def adabayes(
+    learning_rate: Rate = 1e-3,
+    lr_sgd: Scalar | None = None,
+    batch_size: Scalar = 128,
+    b1: Scalar = 0.9,
+    weight_decay: Scalar = 0.0,
+    mask: Any = None,
+    *,
+    base_lr: Scalar | None = None,
+    dynamics: Literal["exact", "paper"] = "exact",
+    mu_dtype: Any = None,
+    state_dtype: Any = None,
+    seed: int = 0,
+) -> optax.GradientTransformation:
+    """AdaBayes (Aitchison, 2020), Algorithm 1: moves by itself between SGD and AdamW, weight by weight.
+
+    It gives the same numbers as :class:`adabayes.AdaBayes`, which has more to say about the method.
+
+    Args:
+        learning_rate: Adam's, and *the* learning rate: a number, a schedule or a traced array. What scales it scales
+            ``lr_sgd`` too.
+        lr_sgd: learning rate for weights with small gradients, while ``learning_rate`` is at its base, in units of the
+            averaged gradient: coming from ``optax.sgd(lr, momentum)``, which sums instead, ``lr / (1 - momentum)``.
+            None: 100 times the base, the paper's ratio.
+        batch_size: examples in a whole step, over all devices and accumulated gradients; in language models, tokens.
+            It matters: gradients above ``1 / (batch_size * learning_rate)`` get less than Adam's learning rate. When
+            in doubt, take :func:`adabayes_fp`, which does not need it.
+        b1: decay of the averaged gradient (momentum).
+        weight_decay: decoupled, as in ``optax.adamw``: each step multiplies weights by
+            ``1 - learning_rate * weight_decay``.
+        mask: weights to decay, as in ``optax.adamw``.
+        base_lr: ``learning_rate`` without its schedule: its peak, as a rule. The filter runs at this rate and
+            ``lr_sgd``. None: ``learning_rate`` itself where that is a number; where it is a schedule or traced (as by
+            ``inject_hyperparams``), ``lr_sgd / 100``, the paper's ratio, or 1e-3. So give it where you mean another
+            ratio. With the default ``lr_sgd``, it has no influence on where the gain settles.
+        dynamics: ``"exact"`` or ``"paper"``, as for :class:`adabayes.AdaBayes`.
+        mu_dtype: dtype of the averaged gradient. None: that of the rest of the state.
+        state_dtype: dtype of the state. None: the parameters', and fp32 for those of less precision. bfloat16 is
+            rounded stochastically, for the filter's changes are smaller than half its precision; with the same random
+            bits as in torch.
+        seed: seed of that rounding.
+    """
+    directions = scale_by_adabayes(
+        learning_rate,
+        lr_sgd,
+        batch_size,
+        b1,
+        base_lr=base_lr,
+        dynamics=dynamics,
+        mu_dtype=mu_dtype,
+        state_dtype=state_dtype,
+        seed=seed,
+    )
+    return chain(directions, learning_rate, base_lr, weight_decay, mask)
