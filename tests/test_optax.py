@@ -284,16 +284,50 @@ def test_bf16_state_follows_the_filter_though_its_steps_are_below_half_its_preci
     assert found[1] == pytest.approx(found[0], rel=0.01)
 
 
-def test_a_weight_sleeps_until_its_first_gradient_and_stays_awake_whatever_comes() -> None:
+def test_a_weight_starts_at_the_fixed_point_of_its_first_gradient_and_stays_started() -> None:
     optimizer = ours.scale_by_adabayes(1e-3, 0.1)
-    state = optimizer.init(jnp.zeros(3))
-    _, state = optimizer.update(jnp.array([0.0, 1.0, 1e30]), state)
+    state = optimizer.init(jnp.zeros(4))
+    _, state = optimizer.update(jnp.array([0.0, 1.0, 1e30, 1e-30]), state)
     assert state.gain[0] == 0
     assert state.gain[1] == pytest.approx(1e-3, rel=0.2)
-    assert 0 < state.gain[2] < 1e-30
-    _, state = optimizer.update(jnp.array([1.0, 0.0, 0.0]), state)
+    assert state.gain[2] == 0  # 1e-62, which fp32 does not hold
+    assert state.gain[3] == pytest.approx(0.1)  # though the square of its gradient underflows
+    _, state = optimizer.update(jnp.array([1.0, 0.0, 0.0, 0.0]), state)
     assert state.gain[0] == pytest.approx(1e-3, rel=0.2)
-    assert state.gain[2] == pytest.approx(128 * 1e-6, rel=1e-2)  # the noise of one step
+    assert state.gain[2] == pytest.approx(128 * 1e-6, rel=1e-2)  # the noise of one step: it has not started anew
+    assert state.gain[3] == pytest.approx(0.1)
+
+
+def test_a_weight_of_the_papers_dynamics_starts_at_lr_sgd_by_the_schedule() -> None:
+    optimizer = ours.scale_by_adabayes(lambda count: 5e-4, 0.1, base_lr=1e-3, dynamics="paper")
+    _, state = optimizer.update(jnp.array([0.0, 1e-6, 1e30]), optimizer.init(jnp.zeros(3)))
+    np.testing.assert_allclose(state.gain[:2], 0.05, rtol=1e-3)  # k is 6e-4
+    assert state.gain[2] == 0
+    _, state = optimizer.update(jnp.zeros(3), state)
+    assert state.gain[2] == pytest.approx(128 * 5e-4**2)  # the noise of one step
+
+
+@pytest.mark.parametrize("state_dtype", [None, jnp.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_of_any_size_keep_all_finite_and_other_weights_as_they_were(make: Any, state_dtype: Any) -> None:
+    sizes = 10.0 ** np.arange(-30, 31)
+    usual = (sizes > 1e-9) & (sizes < 1e9)
+    signs = np.random.default_rng(0).choice([-1, 1], (50, len(sizes)))
+    signs[10:20] = 0  # gains recover, as far as they do
+    found = []
+    for chosen in (sizes, np.where(usual, sizes, 0)):
+        optimizer = make(1e-3, state_dtype=state_dtype)
+        p = jnp.ones(len(sizes))
+        state, update = optimizer.init(p), jax.jit(optimizer.update)
+        for g in jnp.asarray(signs * chosen, jnp.float32):
+            updates, state = update(g, state, p)
+            p = optax.apply_updates(p, updates)
+            assert jnp.isfinite(p).all()
+            for leaf in jax.tree.leaves(state):
+                # The averaged square of AdaBayes-FP overflows, as Adam's does; such a weight rests from then on.
+                assert (jnp.isfinite(leaf) | (jnp.isposinf(leaf) & (make is ours.adabayes_fp))).all()
+        found.append([np.asarray(leaf, np.float32)[usual] for leaf in jax.tree.leaves((p, state)) if leaf.ndim])
+    for one, other in zip(*found):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_the_gain_stays_below_lr_sgd_where_decay_rounds_to_one() -> None:
@@ -368,6 +402,14 @@ def test_regimes_of_a_rate_of_zero() -> None:
         _, state = optimizer.update(jnp.array([1e-6, 1.0]), state)
     assert ours.regimes(state).total.sgd_like == 0.5
     assert ours.regimes(state, 1e-4).total.lr_sgd == pytest.approx(0.01)
+
+
+def test_regimes_tell_a_gain_that_underflowed_from_a_weight_without_gradients() -> None:
+    optimizer = ours.adabayes(1e-3, 0.1)
+    _, state = optimizer.update(jnp.array([0.0, 1e30]), optimizer.init(jnp.zeros(2)))
+    found = ours.regimes(state)
+    assert found.total.sgd_like == 0.5
+    assert found.total.lr_quantiles == pytest.approx((0.005, 0.05, 0.095))  # of 0 and 0.1
 
 
 def test_learning_rates_can_be_learned(make: Any) -> None:

@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from adabayes import filtering
@@ -15,11 +14,12 @@ from adabayes.optax._chain import chain
 from adabayes.optax._leaves import Leaves
 from adabayes.optax._numbers import Rate, Rates, Scalar, bias_correction, caster, check, plain, resolve_rates
 
-_TINY = float(np.finfo(np.float32).tiny)
-
 
 class ScaleByAdaBayesState(NamedTuple):
-    """A gain of 0 marks a weight that has had no gradient yet: its filter has not begun."""
+    """State of :func:`scale_by_adabayes`: averages of the gradient, ``mu``, and gains.
+
+    Both are 0 for a weight that has had no gradient yet, so that its filter has not started.
+    """
 
     count: jax.Array  # type: ignore[assignment]  # of updates
     steps: jax.Array  # of those that counted: under dynamics="paper", not those at a learning rate of 0
@@ -64,35 +64,30 @@ def scale_by_adabayes(
         schedule: Scalar = 1.0
         if not exact:
             schedule = (learning_rate(state.count) if callable(learning_rate) else learning_rate) / base_lr
-        live = schedule != 0  # where the paper divides by zero, nothing is to happen
-        steps = jnp.where(live, optax.safe_increment(state.steps), state.steps)
-        # In units of the learning rate, which is to follow; at a rate of 0, whatever is finite.
-        scale = 1 / (bias_correction(b1, jnp.maximum(steps, 1)) * base_lr * jnp.where(live, schedule, 1.0))
+        paused = schedule == 0  # where the paper divides by zero, nothing happens
+        steps = jnp.where(paused, state.steps, optax.safe_increment(state.steps))
+        # In units of the learning rate, which is to follow; during a pause, any finite number will do.
+        scale = 1 / (bias_correction(b1, jnp.maximum(steps, 1)) * base_lr * jnp.where(paused, 1.0, schedule))
 
         def leaf(g: jax.Array, mu: jax.Array, gain: jax.Array) -> tuple[jax.Array, ...]:
             number = caster(gain.dtype)
-            mean = mu + (g - mu) * number(1 - b1)
-            sleeping = gain == 0
+            unstarted = filtering.is_unstarted(gain, mu)
             if exact:
-                begun = jnp.where(sleeping, filtering.fixed_point(g * g, number(base_lr), number(lr_sgd)), gain)
-                prior = filtering.predict(begun, filtering.ornstein_uhlenbeck(number(k), number(lr_sgd)))
+                start, waits = filtering.fixed_point(g * g, number(base_lr), number(lr_sgd)), unstarted & (g == 0)
+                flow = filtering.ornstein_uhlenbeck(number(k), number(lr_sgd))
             else:
+                start, waits = number(lr_sgd * schedule), paused
                 flow = filtering.euler(number(k * schedule), number(lr_sgd * schedule))
-                prior = filtering.predict(jnp.where(sleeping, number(lr_sgd * schedule), gain), flow)
-            information = filtering.curvature(g, number(batch_size))
-            posterior = filtering.update(prior, information)
-            posterior = jnp.maximum(posterior, _TINY)  # awake, whatever the gradient
-            if exact:
-                posterior = jnp.where(gain + information == 0, 0, posterior)  # still no gradient
-            else:
-                mean, posterior = (jnp.where(live, new, old) for new, old in ((mean, mu), (posterior, gain)))
+            prior = filtering.predict(jnp.where(unstarted, start, gain), flow)  # Eq. 17b
+            posterior = filtering.update(prior, filtering.curvature(g, number(batch_size)))  # Eq. 18a
+            mean = mu + (g - mu) * number(1 - b1)
+            mean, posterior = jnp.where(waits, mu, mean), jnp.where(waits, gain, posterior)
             return posterior * mean * number(scale), mean, posterior
 
         directions, mu, gain = leaves.update(leaf, steps, updates, params, state.mu, state.gain)
-        now = jax.tree.map(
-            lambda new, old: jnp.where(live, new, old), Rates.of(base_lr * schedule, lr_sgd * schedule), state.rates
-        )
-        return directions, ScaleByAdaBayesState(optax.safe_increment(state.count), steps, mu, gain, now)
+        rates = Rates.of(base_lr * schedule, lr_sgd * schedule)
+        rates = jax.tree.map(lambda old, new: jnp.where(paused, old, new), state.rates, rates)
+        return directions, ScaleByAdaBayesState(optax.safe_increment(state.count), steps, mu, gain, rates)
 
     return optax.GradientTransformation(init, update)
 

@@ -49,10 +49,10 @@ def _gains(
 ) -> Iterator[tuple[str, NDArray[np.float64]]]:
     """Yield the name of each array of weights, and their gains at the base learning rates."""
     second = state.gain if isinstance(state, ScaleByAdaBayesState) else state.nu
-    for path, leaf in jax.tree_util.tree_leaves_with_path(second):
+    for (path, leaf), mu in zip(jax.tree_util.tree_leaves_with_path(second), jax.tree.leaves(state.mu)):
         values = np.asarray(leaf, np.float64).ravel()
         if isinstance(state, ScaleByAdaBayesState):
-            values[values == 0] = lr_sgd
+            values[filtering.is_unstarted(values, np.asarray(mu, np.float64).ravel())] = lr_sgd
         else:
             correction = 1 - float(state.b2) ** max(int(state.count), 1)
             values = filtering.fixed_point(values / correction, lr, lr_sgd)
