@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -228,6 +229,37 @@ def test_a_gradient_that_is_none_leaves_its_weight_alone(make: Any, weight_decay
     for now, before in zip(after[0][-4:], state[0][-4:]):
         if isinstance(now, dict):
             np.testing.assert_array_equal(now["scale"], before["scale"])
+
+
+@pytest.mark.parametrize(("wrong", "right"), [((3,), (2, 3)), ((), (3,)), ((1, 3), (2, 3)), ((2, 3), (3,)), ((1,), ())])
+def test_a_gradient_that_would_be_broadcast_is_refused_by_name(make: Any, wrong: Any, right: Any) -> None:
+    optimizer = make(1e-3, weight_decay=0.1)
+    p: Any = {"scale": jnp.ones(3), "layers": [None, {"w": jnp.ones(right)}]}
+    grads: Any = {"scale": None, "layers": [None, {"w": jnp.ones(wrong)}]}
+    found = rf"the gradient of layers\.1\.w has shape {re.escape(str(wrong))}, its"
+    for update in (optimizer.update, jax.jit(optimizer.update)):
+        with pytest.raises(ValueError, match=rf"{found} parameter {re.escape(str(right))}\. Give .* jax\.grad"):
+            update(grads, optimizer.init(p), p)
+    for params in (None, grads):
+        with pytest.raises(ValueError, match=rf"{found} state {re.escape(str(right))}\. Give .* init\(\)"):
+            optimizer.update(grads, optimizer.init(p), params)
+
+
+def test_a_gradient_of_a_single_array_needs_no_name(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"the gradient of the parameters has shape \(\), its parameter \(3,\)"):
+        make(1e-3).update(1.0, make(1e-3).init(jnp.ones(3)), jnp.ones(3))
+
+
+def test_shapes_that_agree_are_taken_in_every_form(make: Any) -> None:
+    optimizer = make(1e-3)
+    expected, _ = optimizer.update(jnp.ones(()), optimizer.init(jnp.ones(())), jnp.ones(()))
+    for one in (1.0, np.float32(1.0), np.ones(()), jnp.ones(())):
+        for params in (None, 1.0, jnp.ones(())):
+            found, _ = optimizer.update(one, optimizer.init(jnp.ones(())), params)
+            assert found == expected
+    state = optimizer.init({"w": jnp.ones(3)})
+    _, state = optimizer.update({"w": np.ones(3)}, state, {"w": None})  # a parameter that is not at hand
+    jax.eval_shape(optimizer.update, {"w": jnp.ones(3)}, state, {"w": jnp.ones(3)})
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

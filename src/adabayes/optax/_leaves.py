@@ -71,6 +71,9 @@ class Leaves:
             if isinstance(m, optax.MaskedNode):
                 row = _zero(g), m, s
             elif g is not None:
+                p = g if p is None else p
+                if not jnp.shape(g) == jnp.shape(p) == jnp.shape(s):
+                    raise ValueError(_misshapen(updates, i, jnp.shape(p), jnp.shape(s)))
                 wide = _wide(s.dtype)
                 direction, mean, new = leaf(*(jnp.asarray(x, wide) for x in row))
                 row = (
@@ -92,6 +95,17 @@ class Leaves:
         carry = carry_of(sum(places, jnp.uint32(0)), key_of(self._seed, index, step.astype(jnp.uint32)), stream)
         bits = (jax.lax.bitcast_convert_type(values, jnp.uint32) + carry) & jnp.uint32(0xFFFF0000)
         return jnp.where(jnp.isnan(values), values, jax.lax.bitcast_convert_type(bits, jnp.float32)).astype(dtype)
+
+
+def _misshapen(updates: optax.Updates, index: int, of_parameter: tuple[int, ...], of_state: tuple[int, ...]) -> str:
+    """Return the message for a gradient that would be broadcast, with the name that :func:`regimes` gives it."""
+    path, gradient = jax.tree_util.tree_leaves_with_path(updates, is_leaf=lambda x: x is None)[index]
+    shape = jnp.shape(gradient)
+    if shape != of_parameter:
+        other, remedy = f"its parameter {of_parameter}", "Give the gradient by each element, as jax.grad does."
+    else:
+        other, remedy = f"its state {of_state}", "Give gradients of the parameters that init() was given."
+    return f"the gradient of {name_of(path) or 'the parameters'} has shape {shape}, {other}. {remedy}"
 
 
 def _float_dtype(name: str, dtype: Any, permitted: tuple[Any, ...] = ()) -> Any:
