@@ -1,0 +1,306 @@
+"""Fused steps: which optimizers and tensors a kernel serves, and the addresses that it works on.
+
+To check all that a kernel relies on, tensor by tensor, would take longer than the kernel itself on small tensors. So
+a plan is made once and kept while it holds: the same parameters at the same addresses, with the same layout.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, repeat
+from operator import is_, itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+from torch.nn import Parameter
+
+from adabayes.kernels import library
+from adabayes.optim._state import Group, own_state
+from adabayes.optim._tensors import as_float, has_gaps, local
+
+if TYPE_CHECKING:
+    from adabayes.optim._engine import EngineOptimizer
+
+__all__ = ["FusedSteps", "Kernel"]
+
+
+class Kernel(NamedTuple):
+    """A kernel of the library, for an optimizer whose state is ``exp_avg`` and one more entry."""
+
+    function: str
+    second_state: str
+    numbers: Callable[[Any], dict[str, float]]  # those beyond the common ones, from the optimizer's
+
+
+class FusedSteps:
+    """The fused steps of one optimizer, if it has a kernel."""
+
+    def __init__(self, kernel: Kernel | None) -> None:
+        self._kernel = kernel
+        self._plans: dict[int, _Plan] = {}  # by group
+        self.lent = True  # whether other code may have references to the state, and so may change it at any time
+
+    def __bool__(self) -> bool:
+        """Tell whether the last steps were fused."""
+        return bool(self._plans)
+
+    def forget(self) -> None:
+        """Make new plans, because state was replaced."""
+        self._plans.clear()
+
+    def check(self, group: Group) -> None:
+        """Raise if a group demands a kernel together with what no kernel can do."""
+        if not group.get("fused"):
+            return
+        if group["differentiable"]:
+            raise RuntimeError(
+                "`fused` does not support `differentiable`: autograd cannot follow a kernel. Leave `fused` out, and "
+                "the single-tensor form is taken."
+            )
+        for other in ("foreach", "capturable"):
+            if group[other]:
+                raise RuntimeError(f"`fused` and `{other}` cannot be `True` together. Leave one of them out.")
+        if reason := library.unavailable():
+            raise RuntimeError(f"fused=True: {reason}. Or leave `fused` out: then foreach is taken.")
+
+    def step(self, optimizer: EngineOptimizer, group: Group) -> bool:
+        """Take a step with a kernel, if there is one for all tensors of the group; return whether it was taken."""
+        if self._kernel is None or torch.compiler.is_compiling() or library.unavailable():
+            return False
+        wanted = group["fused"]
+        if not wanted and (wanted is False or group["foreach"] is not None):
+            return False
+        if group["differentiable"] or group["capturable"]:
+            return False
+        c = optimizer.numbers(group, as_float(group["lr"]))
+        if c is None:
+            return False
+        params, grads = group["params"], [p.grad for p in group["params"]]
+        if any(map(is_, grads, repeat(None))):
+            params = [p for p, grad in zip(params, grads) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        if not params:
+            return True
+        plan = self._plans.get(id(group))
+        if plan is None or not plan.holds(params, own_state(optimizer) if self.lent else None):
+            self._plans.pop(id(group), None)
+            plan = self._new_plan(optimizer, group, params)
+            if plan is None:
+                return False
+            self._plans[id(group)] = plan
+        grads = plan.fitting(grads)
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and found_inf.item():
+            return True
+        scale = getattr(optimizer, "grad_scale", None)
+        weight_decay, rate = group["weight_decay"], as_float(c.rate)
+        numbers = library.NUMBERS[self._kernel.function](
+            unscale=1.0 if scale is None else 1.0 / as_float(scale),
+            beta1=c.beta1,
+            beta2=getattr(c, "beta2", 0.0),
+            shrink=1 - as_float(group["lr"]) * weight_decay if weight_decay else 1.0,
+            rate=-rate if group["maximize"] else rate,
+            **self._kernel.numbers(c),
+        )
+        plan.run(self._kernel.function, grads, numbers, group["seed"], group["stochastic_rounding"])
+        return True
+
+    def _new_plan(self, optimizer: EngineOptimizer, group: Group, params: list[Tensor]) -> _Plan | None:
+        assert self._kernel is not None
+        indices = optimizer.indices(group, params)
+        optimizer._init_group(group, [], [], [])  # makes the state that is not there yet, refuses sparse gradients
+        states = [own_state(optimizer)[p] for p in params]
+        if hasattr(params[0], "to_local"):  # DTensor: each process steps its own shard, planned for anew each time
+            states = [{name: local(entry) for name, entry in state.items()} for state in states]
+            params = [local(p) for p in params]
+        names = ("exp_avg", self._kernel.second_state, "step")
+        for p, state in zip(params, states):
+            if reason := _unfit(p, *(state[name] for name in names)):
+                if group["fused"]:
+                    raise RuntimeError(f"{reason} Leave `fused` out, and foreach is taken.")
+                return None
+        return _Plan(params, states, names, indices)
+
+
+class _Part(NamedTuple):
+    """Tensors of a plan for which there is one kernel: what is handed to C, and which of the plan's they are."""
+
+    places: list[int]
+    types: dict[str, int]
+    arrays: dict[str, array[int]]
+
+
+class _Plan:
+    """The tensors of a group and their addresses.
+
+    It keeps the memory of parameters and state alive. So a parameter that is the same object at the same address is
+    still in that memory; and state can only have been moved or replaced by code that has accessed it.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        names: tuple[str, str, str],
+        indices: Sequence[int],
+    ) -> None:
+        self._params = list(params)
+        self._guard = _guard(params)
+        self._gradient_guard: TensorGuards | None = None  # once there were gradients that could be taken as they are
+        self._addresses = list(map(_address, params))
+        self._states = states
+        self._entries = _entries_of(states)
+        exp_avgs, second_states, steps = ([state[name] for state in states] for name in names)
+        self._moving = [*exp_avgs, *second_states]  # nobody moves the single number of a step count
+        self._state_addresses = list(map(_address, self._moving))
+        self._memory = [t.untyped_storage() for t in (*params, *self._moving, *steps)]
+        columns = {
+            "params": self._addresses,
+            "exp_avgs": self._state_addresses[: len(params)],
+            "second_states": self._state_addresses[len(params) :],
+            "steps": list(map(_address, steps)),
+            "numels": list(map(Tensor.numel, params)),
+            "indices": indices,
+        }
+        kinds: dict[tuple[torch.dtype, ...], list[int]] = {}
+        for place, (p, m, step) in enumerate(zip(params, exp_avgs, steps)):
+            kinds.setdefault((p.dtype, m.dtype, step.dtype), []).append(place)
+        self._parts = [
+            _Part(
+                places,
+                dict(zip(("param_type", "state_type", "step_type"), map(library.DTYPES.__getitem__, kind))),
+                {name: array("q", [column[place] for place in places]) for name, column in columns.items()},
+            )
+            for kind, places in kinds.items()
+        ]
+
+    def holds(self, params: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]] | None) -> bool:
+        """Tell whether the plan is for these parameters, and they are where they were; so for their state, if given."""
+        return (
+            len(params) == len(self._params)
+            and all(map(is_, params, self._params))
+            and list(map(_address, params)) == self._addresses
+            and self._guard.check(*params)
+            and (state is None or self._holds_state(params, state))
+        )
+
+    def _holds_state(self, params: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
+        if len(state) == len(params) and all(map(is_, state, params)):  # which is faster than to look them up
+            states: Iterable[Any] = state.values()
+        else:
+            states = map(state.get, params)
+        if not all(map(is_, states, self._states)):
+            return False
+        entries = _entries_of(self._states)
+        return (
+            len(entries) == len(self._entries)
+            and all(map(is_, entries, self._entries))
+            and list(map(_address, self._moving)) == self._state_addresses
+        )
+
+    def fitting(self, grads: list[Tensor]) -> list[Tensor]:
+        """Return gradients of the type and layout of their parameters; copies of those that are not."""
+        if self._gradient_guard is not None and self._gradient_guard.check(*grads):
+            return grads
+        fitting = [_fitting(local(g), p) for g, p in zip(grads, self._params)]
+        if all(map(is_, fitting, grads)):
+            self._gradient_guard = _guard(grads)
+        return fitting
+
+    def run(self, function: str, grads: list[Tensor], numbers: Any, seed: int, round_params: bool) -> None:
+        """Take a step. The plan must hold, and the gradients must fit."""
+        addresses = list(map(_address, grads))
+        if 0 in addresses:
+            for g, address in zip(grads, addresses):
+                if not address:
+                    _check_memory("gradient", g)
+        for places, types, arrays in self._parts:
+            chosen = addresses if len(self._parts) == 1 else itemgetter(*places, places[0])(addresses)[:-1]
+            arrays["grads"] = array("q", chosen)
+            tensors = library.Tensors(
+                count=len(places),
+                threads=torch.get_num_threads(),
+                round_params=round_params,
+                seed=seed,
+                **types,
+                **{name: column.buffer_info()[0] for name, column in arrays.items()},
+            )
+            library.call(function, tensors, numbers)
+        torch.autograd.graph.increment_version(self._params)  # as after any other change in place
+
+
+def _unfit(p: Tensor, exp_avg: Tensor, second_state: Tensor, step: Tensor) -> str | None:
+    """Return why no kernel can serve a parameter and its state, or None if one can."""
+    what = f"a parameter of shape {tuple(p.shape)}"
+    if not (p.is_cpu and exp_avg.is_cpu and second_state.is_cpu and step.is_cpu) or not p.is_floating_point():
+        return (
+            "`fused=True` requires all the params to be floating point Tensors of supported devices: ['cpu'], but "
+            f"{what} is of {p.dtype} on {p.device}, its state on {exp_avg.device}."
+        )
+    if type(p) not in (Tensor, Parameter) or any(type(t) is not Tensor for t in (exp_avg, second_state, step)):
+        return f"fused=True: {what} is a {type(p).__name__}, its state a {type(exp_avg).__name__}, not a plain tensor."
+    if exp_avg.dtype != second_state.dtype or (p.dtype, exp_avg.dtype) not in library.PAIRS:
+        return f"fused=True: there is no kernel for parameters of {p.dtype} with state of {exp_avg.dtype}."
+    if step.dtype not in (torch.float32, torch.float64) or step.numel() != 1:
+        return f"fused=True: the step count of {what} is {step!r}, not a number of torch.float32 or torch.float64."
+    if has_gaps(p) or not (_laid_out_alike(p, exp_avg) and _laid_out_alike(p, second_state)):
+        return (
+            f"fused=True: {what} and strides {p.stride()} has gaps in memory, or its state is laid out in another way."
+        )
+    if any(_is_lazy(t) for t in (p, exp_avg, second_state)):
+        return f"fused=True: {what}, or its state, is a view whose numbers are still to be computed."
+    for name, t in (("parameter", p), ("state", exp_avg), ("state", second_state), ("step count", step)):
+        _check_memory(name, t)
+    return None
+
+
+def _laid_out_alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and (a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous()))
+
+
+def _fitting(g: Tensor, p: Tensor) -> Tensor:
+    """Return a gradient of the type and layout of its parameter: itself, or a copy."""
+    if g.shape != p.shape:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(p.shape)} has a gradient of shape {tuple(g.shape)}; was its data replaced "
+            "after the backward pass? Call zero_grad() first."
+        )
+    plain = type(g) in (Tensor, Parameter) and g.is_cpu and not _is_lazy(g)
+    if plain and g.dtype == p.dtype and _laid_out_alike(g, p):
+        return g
+    if type(g) is Tensor and g.is_cpu and not g._is_zerotensor():
+        _check_memory("gradient", g)
+    return torch.empty_like(p, requires_grad=False).copy_(g)
+
+
+def _is_lazy(t: Tensor) -> bool:
+    """Tell whether the memory of a tensor does not hold its numbers: only their negatives, or nothing, for zeros."""
+    return t.is_neg() or t.is_conj() or t._is_zerotensor()
+
+
+def _check_memory(name: str, t: Tensor) -> None:
+    """Raise if there is less memory behind a tensor than its elements need."""
+    if not t.numel():
+        return
+    last = t.storage_offset() + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
+    needed, there = (last + 1) * t.itemsize, t.untyped_storage().nbytes()
+    if there < needed or not t.data_ptr():
+        raise RuntimeError(
+            f"a {name} of shape {tuple(t.shape)} needs {needed} bytes of memory but its storage has {there}: it was "
+            "freed or resized. Give the memory back before the step, or set the gradient to None."
+        )
+
+
+def _guard(tensors: Sequence[Tensor]) -> TensorGuards:
+    """Return a check of types, dtypes, devices, shapes, strides and lazy views, of many tensors in one call."""
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+def _entries_of(states: Iterable[dict[str, Tensor]]) -> list[Tensor]:
+    return list(chain.from_iterable(map(dict.values, states)))
+
+
+_address: Callable[[Tensor], int] = Tensor.data_ptr
