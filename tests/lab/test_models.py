@@ -52,3 +52,13 @@ def test_unknown_models_and_options_are_named() -> None:
         models.make("vgg")
     with pytest.raises(ValueError, match=r"resnet8.*'depth'"):
         models.make("resnet8", depth=3)
+
+
+@pytest.mark.parametrize("inputs", [1, 4, 7, 8, 16])
+def test_a_projection_is_a_convolution_with_a_stride(inputs: int) -> None:
+    torch.manual_seed(0)
+    projection = models._Projection(inputs, 8, 2)
+    x = torch.randn(3, inputs, 7, 6)
+    expected = torch.nn.functional.conv2d(x, projection.weight, stride=2)
+    torch.testing.assert_close(projection(x), expected, rtol=1e-5, atol=1e-6)
+    assert list(projection.state_dict()) == ["weight"]

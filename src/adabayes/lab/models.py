@@ -12,6 +12,22 @@ from torch.nn import functional as F
 __all__ = ["CharTransformer", "DenseNet", "ResNet", "make"]
 
 
+class _Projection(nn.Conv2d):
+    """A 1x1 convolution with a stride. Of few channels, it skips pixels by itself.
+
+    In channels_last layout and below 8 channels, oneDNN 3.12 (that of torch 2.13) writes beyond its memory on machines
+    with AVX2 but without AVX-512.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_channels >= 8:
+            return super().forward(x)
+        return F.conv2d(x[..., :: self.stride[0], :: self.stride[1]], self.weight)
+
+
 class _BasicBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -21,7 +37,7 @@ class _BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(_Projection(inputs, outputs, stride), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)))
