@@ -202,7 +202,7 @@ def test_fused_true_says_why_it_cannot(cls: type[AdaBayes]) -> None:
     for other in ("foreach", "capturable"):
         with pytest.raises(RuntimeError, match=f"`fused` and `{other}` cannot be `True` together"):
             cls([torch.zeros(3)], fused=True, **{other: True})
-    with pytest.raises(RuntimeError, match="^`fused` does not support `differentiable`.*single-tensor form"):
+    with pytest.raises(RuntimeError, match=r"^`fused` does not support `differentiable`.*single-tensor form"):
         cls([torch.zeros(3)], fused=True, differentiable=True)
 
 
