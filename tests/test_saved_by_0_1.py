@@ -98,7 +98,7 @@ def flat(optimizer: Any, params: list[Tensor]) -> dict[str, Tensor]:
 def unflat(pieces: dict[str, Tensor], params: list[Tensor]) -> dict[str, Any]:
     """The state dict of what :func:`flat` gave, and the weights put into ``params``."""
     counts = [p.numel() * (2 if p.is_complex() else 1) for p in params]
-    entries = {name: piece.split(counts) for name, piece in pieces.items()}
+    entries = {name: piece.clone().split(counts) for name, piece in pieces.items()}  # loading does not copy
 
     def shaped(t: Tensor, p: Tensor) -> Tensor:
         return torch.view_as_complex(t.reshape(*p.shape, 2)) if p.is_complex() else t.reshape(p.shape)

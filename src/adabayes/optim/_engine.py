@@ -130,10 +130,10 @@ class EngineOptimizer(StatefulOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._fused = FusedSteps(self.KERNEL)
-        super().__setstate__(state)
-        for group in self.param_groups:
+        for group in state["param_groups"]:
             if "base_lr" not in group:
                 group["base_lr"] = self._base_lr({**group, "lr": group.get("initial_lr", group["lr"])})
+        super().__setstate__(state)
 
     # State, as others have it
 
