@@ -95,6 +95,18 @@ def test_state_can_be_donated(make: Any) -> None:
         _, state = update(gradients(t), state, p)
 
 
+def test_a_step_with_donated_state_needs_no_other_memory(make: Any) -> None:
+    optimizer = make(1e-3, weight_decay=0.1)
+
+    def step(p: Any, state: Any, grads: Any) -> Any:
+        updates, state = optimizer.update(grads, state, p)
+        return optax.apply_updates(p, updates), state
+
+    p = jnp.ones((200, 200))
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(p, optimizer.init(p), p).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < p.nbytes / 100
+
+
 def test_scan_is_a_loop(make: Any) -> None:
     optimizer = make(1e-2)
     grads = [gradients(t) for t in range(5)]

@@ -21,8 +21,8 @@ class ScaleByAdaBayesState(NamedTuple):
     Both are 0 for a weight that has had no gradient yet, so that its filter has not started.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # of updates
-    steps: jax.Array  # of those that counted: under dynamics="paper", not those at a learning rate of 0
+    count: jax.Array  # type: ignore[assignment]  # updates so far
+    steps: jax.Array  # updates that counted: under dynamics="paper", not those at a learning rate of 0
     mu: optax.Updates
     gain: optax.Updates
     rates: Rates
@@ -71,7 +71,10 @@ def scale_by_adabayes(
 
         def leaf(g: jax.Array, mu: jax.Array, gain: jax.Array) -> tuple[jax.Array, ...]:
             number = caster(gain.dtype)
-            unstarted = filtering.is_unstarted(gain, mu)
+            mean = jnp.where(paused, mu, mu + (g - mu) * number(1 - b1))
+            # mu, as far as the rule asks. If the gain read mu itself, XLA could not work in place on a CPU.
+            before = jnp.where(mean == g * number(1 - b1), 0, mean)
+            unstarted = filtering.is_unstarted(gain, before)
             if exact:
                 start, waits = filtering.fixed_point(g * g, number(base_lr), number(lr_sgd)), unstarted & (g == 0)
                 flow = filtering.ornstein_uhlenbeck(number(k), number(lr_sgd))
@@ -80,8 +83,7 @@ def scale_by_adabayes(
                 flow = filtering.euler(number(k * schedule), number(lr_sgd * schedule))
             prior = filtering.predict(jnp.where(unstarted, start, gain), flow)  # Eq. 17b
             posterior = filtering.update(prior, filtering.curvature(g, number(batch_size)))  # Eq. 18a
-            mean = mu + (g - mu) * number(1 - b1)
-            mean, posterior = jnp.where(waits, mu, mean), jnp.where(waits, gain, posterior)
+            posterior = jnp.where(waits, 0 if exact else gain, posterior)  # as it was; a 0 is faster
             return posterior * mean * number(scale), mean, posterior
 
         directions, mu, gain = leaves.update(leaf, steps, updates, params, state.mu, state.gain)
@@ -117,8 +119,8 @@ def adabayes(
             averaged gradient: coming from ``optax.sgd(lr, momentum)``, which sums instead, ``lr / (1 - momentum)``.
             None: 100 times the base, the paper's ratio.
         batch_size: examples in a whole step, over all devices and accumulated gradients; in language models, tokens.
-            It matters: gradients above ``1 / (batch_size * learning_rate)`` get less than Adam's learning rate. When
-            in doubt, take :func:`adabayes_fp`, which does not need it.
+            It matters: it sets the upper end of the Adam-like window, ``1 / (batch_size * learning_rate)``; gradients
+            above get less than Adam's learning rate. When in doubt, take :func:`adabayes_fp`, which does not need it.
         b1: decay of the averaged gradient (momentum).
         weight_decay: decoupled, as in ``optax.adamw``: each step multiplies weights by
             ``1 - learning_rate * weight_decay``.
