@@ -42,7 +42,7 @@ sanitize: $(READY)  ## the kernels' tests under AddressSanitizer and UndefinedBe
 	rm -f $(READY)  # the next target builds the real kernels again
 	gcc $(SANITIZED) -o src/adabayes/kernels/_fused.so src/adabayes/kernels/fused.c -lm
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	    $(BIN)/pytest -q -s -p no:cacheprovider tests/test_fused.py tests/test_low_precision.py -k "not compiled"
+	    $(BIN)/pytest -q -s -p no:cacheprovider tests/test_fused.py tests/test_low_precision.py tests/test_saved_by_0_1.py -k "not compiled"
 
 lint: $(READY)  ## put the code into its form
 	$(BIN)/ruff check --fix .

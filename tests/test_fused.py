@@ -478,3 +478,34 @@ def test_nan_and_infinity_stay_where_they_are(cls: type[AdaBayes]) -> None:
         fine = torch.ones(100, dtype=torch.bool)
         fine[[3, 5]] = False
         assert all(entry[fine].isfinite().all() for entry in (w, state["exp_avg"], state[list(optimizer.STATE)[1]]))
+
+
+@CLASSES
+def test_state_is_trusted_again_once_nobody_else_has_it(cls: type[AdaBayes]) -> None:
+    """And not before: neither while its dict, an entry of it or only a view of its memory is still held."""
+    w = nn.Parameter(torch.randn(5))
+    optimizer: Any = cls([w])
+
+    def steps(count: int = 8) -> bool:
+        for _ in range(count):
+            w.grad = torch.ones(5)
+            optimizer.step()
+        return bool(optimizer._fused._lent)
+
+    assert not steps()
+    holders = [
+        lambda: optimizer.state,
+        lambda: optimizer.state[w],
+        lambda: optimizer.state[w]["exp_avg"],
+        lambda: optimizer.state[w]["exp_avg"].view(-1),
+        lambda: optimizer.state[w]["step"],
+        lambda: optimizer.state_dict(),
+        lambda: optimizer.state_dict()["state"],
+    ]
+    for hold in holders:
+        held = hold()
+        assert steps()
+        del held
+        assert not steps()
+        hold()
+        assert not steps()

@@ -86,7 +86,7 @@ class EngineOptimizer(StatefulOptimizer):
         # A scheduler changes a tensor lr in place, that of the defaults included: so note its value now.
         defaults["base_lr"] = self._base_lr(defaults)
         super().__init__(params, defaults)
-        self._fused.lent = False  # by torch's constructor
+        self._fused.take_back()  # torch's constructor has accessed the state
 
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict):
@@ -141,7 +141,7 @@ class EngineOptimizer(StatefulOptimizer):
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """As in torch. Code that has accessed it may change it at any time, so fused steps check it from then on."""
         state = own_state(self)
-        self._fused.lent = True
+        self._fused.lend()
         return state
 
     @state.setter

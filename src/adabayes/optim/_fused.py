@@ -6,6 +6,7 @@ a plan is made once and kept while it holds: the same parameters at the same add
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
@@ -41,11 +42,20 @@ class FusedSteps:
     def __init__(self, kernel: Kernel | None) -> None:
         self._kernel = kernel
         self._plans: dict[int, _Plan] = {}  # by group
-        self.lent = True  # whether other code may have references to the state, and so may change it at any time
+        self.lend()
 
     def __bool__(self) -> bool:
         """Tell whether the last steps were fused."""
         return bool(self._plans)
+
+    def lend(self) -> None:
+        """Note that other code has references to the state, and so may change it at any time."""
+        self._lent = True
+        self._looks = 0
+
+    def take_back(self) -> None:
+        """Note that no other code has."""
+        self._lent = False
 
     def forget(self) -> None:
         """Make new plans, because state was replaced."""
@@ -85,12 +95,14 @@ class FusedSteps:
         if not params:
             return True
         plan = self._plans.get(id(group))
-        if plan is None or not plan.holds(params, own_state(optimizer) if self.lent else None):
+        if plan is None or not plan.holds(params, own_state(optimizer) if self._lent else None):
             self._plans.pop(id(group), None)
             plan = self._new_plan(optimizer, group, params)
             if plan is None:
                 return False
             self._plans[id(group)] = plan
+        elif self._lent:
+            self._look(optimizer)
         grads = plan.fitting(grads)
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and found_inf.item():
@@ -107,6 +119,13 @@ class FusedSteps:
         )
         plan.run(self._kernel.function, grads, numbers, group["seed"], group["stochastic_rounding"])
         return True
+
+    def _look(self, optimizer: EngineOptimizer) -> None:
+        """See whether other code has let go of the state: after 1, 2, 4, 8, ... steps, for to look costs a check."""
+        self._looks += 1
+        if self._looks & (self._looks - 1) == 0 and len(self._plans) == len(optimizer.param_groups):
+            outer = sys.getrefcount(optimizer.__dict__["state"]) <= 2  # in its place, and as an argument
+            self._lent = not (outer and all(plan.is_ours_alone() for plan in self._plans.values()))
 
     def _new_plan(self, optimizer: EngineOptimizer, group: Group, params: list[Tensor]) -> _Plan | None:
         assert self._kernel is not None
@@ -136,8 +155,8 @@ class _Part(NamedTuple):
 class _Plan:
     """The tensors of a group and their addresses.
 
-    It keeps the memory of parameters and state alive. So a parameter that is the same object at the same address is
-    still in that memory; and state can only have been moved or replaced by code that has accessed it.
+    It keeps the memory of parameters and state alive. So a parameter that is the same object, with the same layout at
+    the same address, is still in that memory; and state can only have been moved or replaced by code that has access.
     """
 
     def __init__(
@@ -152,21 +171,21 @@ class _Plan:
         self._gradient_guard: TensorGuards | None = None  # once there were gradients that could be taken as they are
         self._addresses = list(map(_address, params))
         self._states = states
-        self._entries = _entries_of(states)
-        exp_avgs, second_states, steps = ([state[name] for state in states] for name in names)
-        self._moving = [*exp_avgs, *second_states]  # nobody moves the single number of a step count
-        self._state_addresses = list(map(_address, self._moving))
-        self._memory = [t.untyped_storage() for t in (*params, *self._moving, *steps)]
+        self._names = itemgetter(*names)
+        self._entries = self._entries_now()
+        self._entry_addresses = list(map(_address, self._entries))
+        self._memory = [t.untyped_storage() for t in params]
+        self._entry_memory = [t.untyped_storage() for t in self._entries]
         columns = {
             "params": self._addresses,
-            "exp_avgs": self._state_addresses[: len(params)],
-            "second_states": self._state_addresses[len(params) :],
-            "steps": list(map(_address, steps)),
+            "exp_avgs": self._entry_addresses[0::3],
+            "second_states": self._entry_addresses[1::3],
+            "steps": self._entry_addresses[2::3],
             "numels": list(map(Tensor.numel, params)),
             "indices": indices,
         }
         kinds: dict[tuple[torch.dtype, ...], list[int]] = {}
-        for place, (p, m, step) in enumerate(zip(params, exp_avgs, steps)):
+        for place, (p, m, step) in enumerate(zip(params, self._entries[0::3], self._entries[2::3])):
             kinds.setdefault((p.dtype, m.dtype, step.dtype), []).append(place)
         self._parts = [
             _Part(
@@ -192,13 +211,24 @@ class _Plan:
             states: Iterable[Any] = state.values()
         else:
             states = map(state.get, params)
-        if not all(map(is_, states, self._states)):
-            return False
-        entries = _entries_of(self._states)
         return (
-            len(entries) == len(self._entries)
-            and all(map(is_, entries, self._entries))
-            and list(map(_address, self._moving)) == self._state_addresses
+            all(map(is_, states, self._states))
+            and all(map(is_, self._entries_now(), self._entries))
+            and list(map(_address, self._entries)) == self._entry_addresses
+        )
+
+    def _entries_now(self) -> list[Tensor]:
+        return list(chain.from_iterable(map(self._names, self._states)))
+
+    def is_ours_alone(self) -> bool:
+        """Tell whether only the optimizer and this plan have references to the state, directly or by a view.
+
+        Then nobody else can move or replace it. Each count includes the argument of the function that counts.
+        """
+        return (
+            max(map(sys.getrefcount, self._states)) <= 3  # in the optimizer's state, in this plan
+            and max(map(sys.getrefcount, self._entries)) <= 3  # in that dict, in this plan
+            and max(map(_users, self._entry_memory)) <= 2  # a tensor, this plan
         )
 
     def fitting(self, grads: list[Tensor]) -> list[Tensor]:
@@ -299,8 +329,8 @@ def _guard(tensors: Sequence[Tensor]) -> TensorGuards:
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
-def _entries_of(states: Iterable[dict[str, Tensor]]) -> list[Tensor]:
-    return list(chain.from_iterable(map(dict.values, states)))
+def _users(storage: torch.UntypedStorage) -> int:
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 _address: Callable[[Tensor], int] = Tensor.data_ptr
