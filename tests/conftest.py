@@ -11,7 +11,7 @@ import jax.experimental
 import pytest
 import torch
 
-from adabayes import AdaBayes, AdaBayesFP, AdaBound
+from adabayes import AdaBayes, AdaBayesFP, AdaBayesK, AdaBound
 from tests.whitened import Whitened
 
 Maker = Callable[..., torch.optim.Optimizer]
@@ -24,16 +24,25 @@ MAKERS: dict[str, Maker] = {
     "adabayes-sum": partial(AdaBayes, reduction="sum", batch_size=4),
     "adabayes-fp": AdaBayesFP,
     "adabayes-fp-sum": partial(AdaBayesFP, reduction="sum", batch_size=4),
+    "adabayes-k": partial(AdaBayesK, refresh=1),
     "adabound": AdaBound,
     "amsbound": partial(AdaBound, amsbound=True),
     "whitened": Whitened,  # which the engine has never seen
 }
-ELEMENTWISE = [name for name in MAKERS if name != "whitened"]  # those in which a weight does not depend on others
+ELEMENTWISE = [
+    name for name in MAKERS if name not in ("whitened", "adabayes-k")
+]  # those in which a weight does not depend on others
 
 
 @pytest.fixture(params=list(MAKERS))
 def make(request: pytest.FixtureRequest) -> Maker:
     """Makes each optimizer in turn."""
+    return MAKERS[request.param]
+
+
+@pytest.fixture(params=[name for name in MAKERS if name != "adabayes-k"])
+def make_graphable(request: pytest.FixtureRequest) -> Maker:
+    """Makes each optimizer in turn whose step can be captured, compiled as one graph or differentiated."""
     return MAKERS[request.param]
 
 

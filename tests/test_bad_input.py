@@ -80,10 +80,10 @@ def test_wrong_number_of_betas(cls: Any) -> None:
         cls([torch.zeros(2)], betas=(0.9,))
 
 
-def test_foreach_with_differentiable(make: Maker) -> None:
+def test_foreach_with_differentiable(make_graphable: Maker) -> None:
     with pytest.raises(RuntimeError, match="`foreach=True` does not support `differentiable=True`"):
-        make([torch.zeros(2)], foreach=True, differentiable=True)
-    optimizer = make([torch.zeros(2)], differentiable=True)
+        make_graphable([torch.zeros(2)], foreach=True, differentiable=True)
+    optimizer = make_graphable([torch.zeros(2)], differentiable=True)
     with pytest.raises(RuntimeError, match="`foreach=True` does not support `differentiable=True`"):
         optimizer.add_param_group({"params": [torch.zeros(2)], "foreach": True})
 

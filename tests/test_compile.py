@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
+from adabayes import AdaBayesK
 from tests.conftest import MAKERS, Maker, all_state
 
 
@@ -30,9 +32,11 @@ def backward(net: nn.Module, t: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_step_equals_eager_and_stops_recompiling(make: Maker, foreach: bool, dtype: torch.dtype) -> None:
+def test_compiled_step_equals_eager_and_stops_recompiling(
+    make_graphable: Maker, foreach: bool, dtype: torch.dtype
+) -> None:
     """The graph that the compiler sees, run as it is: capturable arithmetic, which keeps step counts as tensors."""
-    (net, eager), (compiled_net, compiled) = twins(make, dtype, foreach)
+    (net, eager), (compiled_net, compiled) = twins(make_graphable, dtype, foreach)
     counter = CompileCounter()
     step = torch.compile(compiled.step, backend=counter)
     for t in range(8):
@@ -60,8 +64,8 @@ def test_inductor_equals_eager(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_a_tensor_lr_can_be_scheduled_without_recompiling(make: Maker) -> None:
-    (net, eager), (compiled_net, compiled) = twins(make, torch.float32, None)
+def test_a_tensor_lr_can_be_scheduled_without_recompiling(make_graphable: Maker) -> None:
+    (net, eager), (compiled_net, compiled) = twins(make_graphable, torch.float32, None)
     for optimizer in (eager, compiled):
         optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
     schedulers = [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=4) for o in (eager, compiled)]
@@ -77,3 +81,20 @@ def test_a_tensor_lr_can_be_scheduled_without_recompiling(make: Maker) -> None:
     assert counter.frame_count == 1
     for a, b in zip(all_state(eager), all_state(compiled)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_matrix_filter_breaks_the_graph_and_stops_recompiling() -> None:
+    """Its bases are refreshed by decisions of the program: that part runs as it is."""
+    (net, eager), (compiled_net, compiled) = twins(partial(AdaBayesK, refresh=2), torch.float32, None)
+    counter = CompileCounter()
+    step = torch.compile(compiled.step, backend=counter)
+    counts = []
+    for t in range(8):
+        backward(net, t)
+        backward(compiled_net, t)
+        eager.step()
+        step()
+        counts.append(counter.frame_count)
+    assert counts[-1] == counts[2]
+    for a, b in zip(all_state(eager), all_state(compiled)):
+        assert torch.equal(a, b)

@@ -78,13 +78,15 @@ def test_state_is_made_for_parameters_with_gradients_only(make: Maker, foreach: 
     assert {i for i, p in enumerate(params) if p in optimizer.state} == {1, 2, 4, 5}
     for p in params:
         for name, entry in optimizer.state.get(p, {}).items():
-            assert entry.shape == (() if name == "step" else optimizer._entries(optimizer.defaults)[name].shape_for(p))
+            assert entry.shape == (
+                () if name == "step" else optimizer._entries(optimizer.defaults, p)[name].shape_for(p)
+            )
             assert name == "step" or entry.dtype == p.dtype
 
 
-def test_state_takes_the_memory_format_of_the_parameter(make: Maker) -> None:
+def test_state_takes_the_memory_format_of_the_parameter(make_elementwise: Maker) -> None:
     params = parameters()
-    optimizer = make(params)
+    optimizer = make_elementwise(params)
     set_gradients(params, 0)
     optimizer.step()
     assert optimizer.state[params[5]]["exp_avg"].is_contiguous(memory_format=torch.channels_last)
@@ -251,12 +253,12 @@ def test_low_precision_parameters_have_fp32_state_and_round_once(
         assert torch.equal(entry, optimizers[1].state[high][name])
 
 
-def test_differentiable_step_passes_gradcheck(make: Maker) -> None:
+def test_differentiable_step_passes_gradcheck(make_graphable: Maker) -> None:
     """Through two steps: by parameter and gradients."""
 
     def steps(p: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
         w = p.clone()
-        optimizer = make([w], lr=1e-2, weight_decay=0.1, differentiable=True)
+        optimizer = make_graphable([w], lr=1e-2, weight_decay=0.1, differentiable=True)
         for grad in (first, second):
             w.grad = grad
             optimizer.step()
@@ -267,12 +269,12 @@ def test_differentiable_step_passes_gradcheck(make: Maker) -> None:
     assert torch.autograd.gradcheck(steps, inputs, eps=1e-7, atol=1e-5, rtol=1e-4)
 
 
-def test_differentiable_schedule_passes_gradcheck(make: Maker) -> None:
+def test_differentiable_schedule_passes_gradcheck(make_graphable: Maker) -> None:
     """By a learning rate that is a tensor, at a base that is a constant."""
 
     def steps(lr: Tensor) -> Tensor:
         w = torch.linspace(-1, 1, 5, dtype=torch.float64).requires_grad_().clone()
-        optimizer = make([w], lr=1e-2, weight_decay=0.1, differentiable=True)
+        optimizer = make_graphable([w], lr=1e-2, weight_decay=0.1, differentiable=True)
         optimizer.param_groups[0]["lr"] = lr
         for scale in (1.0, 1e-3, 0.1):
             w.grad = torch.linspace(-scale, 2 * scale, 5, dtype=torch.float64)
@@ -283,9 +285,9 @@ def test_differentiable_schedule_passes_gradcheck(make: Maker) -> None:
     assert torch.autograd.gradcheck(steps, [lr], eps=1e-7, atol=1e-6, rtol=1e-4)
 
 
-def test_capturable_is_refused_where_torch_refuses_it(make: Maker, foreach: bool) -> None:
+def test_capturable_is_refused_where_torch_refuses_it(make_graphable: Maker, foreach: bool) -> None:
     params = parameters()
-    optimizer = make(params, capturable=True, foreach=foreach)
+    optimizer = make_graphable(params, capturable=True, foreach=foreach)
     set_gradients(params, 0)
     with pytest.raises(AssertionError, match="capturable=True"):
         optimizer.step()

@@ -6,9 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from adabayes.optim import AdaBayes, AdaBayesFP, AdaBound, param_groups
+    from adabayes.optim import AdaBayes, AdaBayesFP, AdaBayesK, AdaBound
+    from adabayes.optim.param_groups import param_groups
 
-__all__ = ["AdaBayes", "AdaBayesFP", "AdaBound", "__version__", "param_groups"]
+__all__ = ["AdaBayes", "AdaBayesFP", "AdaBayesK", "AdaBound", "__version__", "param_groups"]
 __version__ = "0.1.0"
 
 

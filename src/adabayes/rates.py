@@ -18,21 +18,21 @@ USUAL_LR = 1e-3
 RATIO = 100.0  # lr_sgd / lr in the paper
 
 
-def base_lr_of(lr: Number | None, lr_sgd: Number | None) -> Number:
+def base_lr_of(lr: Number | None, lr_sgd: Number | None, ratio: float = RATIO) -> Number:
     """Return the base of a learning rate.
 
-    That is ``lr`` itself. Where it is 0 or None, because a schedule will set it, it is that of the paper's ratio to
+    That is ``lr`` itself. Where it is 0 or None, because a schedule will set it, it is that of the usual ratio to
     ``lr_sgd``, or the usual one.
     """
     if lr:
         return lr
-    return USUAL_LR if lr_sgd is None else lr_sgd / RATIO
+    return USUAL_LR if lr_sgd is None else lr_sgd / ratio
 
 
-def lr_sgd_of(base_lr: Number, like: tuple[Number, Number | None] = (USUAL_LR, None)) -> Number:
-    """Return the ``lr_sgd`` of a base learning rate: in the ratio of another such pair, or in the paper's."""
+def lr_sgd_of(base_lr: Number, like: tuple[Number, Number | None] = (USUAL_LR, None), ratio: float = RATIO) -> Number:
+    """Return the ``lr_sgd`` of a base learning rate: in the ratio of another such pair, or in a usual one."""
     other_base, other_lr_sgd = like
-    return RATIO * base_lr if other_lr_sgd is None else other_lr_sgd * (base_lr / other_base)
+    return ratio * base_lr if other_lr_sgd is None else other_lr_sgd * (base_lr / other_base)
 
 
 # Settings that are permitted, and rarely meant
@@ -44,7 +44,7 @@ def warn_if_swapped(lr: float, lr_sgd: float) -> None:
         warn(
             f"lr_sgd={lr_sgd:g} is below lr={lr:g}: hardly any weight will move like Adam. "
             "Have the two been swapped? lr is Adam's learning rate, lr_sgd is SGD's, usually some 100 times larger; "
-            "leave it out for 100 * lr."
+            "leave it out for the usual ratio."
         )
 
 

@@ -29,7 +29,7 @@
 #define HAS_CLONES 0
 #endif
 
-#define ABI_VERSION 2
+#define ABI_VERSION 3
 #define UNIT 64
 #define SHARE (32768 / UNIT) /* units that are worth a thread */
 #define MAX_THREADS 256
@@ -71,6 +71,7 @@ typedef struct {
 typedef struct {
     common_numbers common;
     double eps;
+    double cautious, centred; /* whether: not 0 */
 } adabayes_fp_numbers;
 
 typedef struct {

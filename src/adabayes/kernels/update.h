@@ -53,6 +53,25 @@ RUN(adabayes) {
     }
 }
 
+/* As an option, the variance is that of what the average did not foresee, and what opposes the gradient stays. */
+#define SETTLED(CENTRED, CAUTIOUS)                                                                                 \
+    for (int32_t i = 0; i < count; i++) {                                                                          \
+        const uint32_t who = (first + (uint32_t)i) ^ key, random = mix(who), more = mix(who ^ PARAM_STREAM);       \
+        const REAL gi = (REAL)LOAD_PARAM(g[i]);                                                                    \
+        const REAL old = (REAL)LOAD_STATE(m[i]), before = (REAL)LOAD_STATE(v[i]);                                  \
+        const REAL mean = beta1 * old + weight * gi;                                                               \
+        const REAL seen = CENTRED ? gi - old * (REAL)(1 / unscale) : gi;                                           \
+        const REAL product = weight2 * (seen * seen); /* whose square may overflow */                              \
+        const REAL square = before * beta2 + (product <= LARGEST ? product : weight2 * seen * seen);               \
+        const REAL moving = CAUTIOUS && !((mean > 0 && gi > 0) || (mean < 0 && gi < 0)) ? 0 : mean;                \
+        const REAL kept = shrink == 0 ? 0 : (REAL)LOAD_PARAM(p[i]) * shrink; /* if 0, it need not be a number */   \
+        const REAL moved = kept - size * (moving / (SQRT(square + inside) + outside));                             \
+        p[i] = STORE_PARAM(moved, more);                                                                           \
+        m[i] = STORE_STATE(mean, random);                                                                          \
+        v[i] = STORE_STATE(square, random >> 16);                                                                  \
+        (void)random, (void)more;                                                                                  \
+    }
+
 RUN(adabayes_fp) {
     const adabayes_fp_numbers *c = numbers;
     PARAM_C *p = param;
@@ -68,23 +87,20 @@ RUN(adabayes_fp) {
     const REAL size = (REAL)(c->common.rate * root / bias->first);
     (void)round_params;
 
-    for (int32_t i = 0; i < count; i++) {
-        const uint32_t who = (first + (uint32_t)i) ^ key, random = mix(who), more = mix(who ^ PARAM_STREAM);
-        const REAL gi = (REAL)LOAD_PARAM(g[i]);
-        const REAL old = (REAL)LOAD_STATE(m[i]), before = (REAL)LOAD_STATE(v[i]);
-        const REAL mean = beta1 * old + weight * gi;
-        const REAL product = weight2 * (gi * gi);
-        const REAL square = before * beta2 + (product <= LARGEST ? product : weight2 * gi * gi); /* gi^2 may overflow */
-        const REAL moved = (REAL)LOAD_PARAM(p[i]) * shrink - size * (mean / (SQRT(square + inside) + outside));
-        p[i] = STORE_PARAM(moved, more);
-        m[i] = STORE_STATE(mean, random);
-        v[i] = STORE_STATE(square, random >> 16);
-        (void)random, (void)more;
+    if (c->cautious != 0 && c->centred != 0) {
+        SETTLED(1, 1)
+    } else if (c->cautious != 0) {
+        SETTLED(0, 1)
+    } else if (c->centred != 0) {
+        SETTLED(1, 0)
+    } else {
+        SETTLED(0, 0)
     }
 }
 
 #undef RUN
 #undef FILTER
+#undef SETTLED
 #undef PARAM_NAME
 #undef PARAM_C
 #undef LOAD_PARAM

@@ -2,7 +2,8 @@
 
 from adabayes.optim.adabayes import AdaBayes
 from adabayes.optim.adabayes_fp import AdaBayesFP
+from adabayes.optim.adabayes_k import AdaBayesK
 from adabayes.optim.adabound import AdaBound
 from adabayes.optim.param_groups import param_groups
 
-__all__ = ["AdaBayes", "AdaBayesFP", "AdaBound", "param_groups"]
+__all__ = ["AdaBayes", "AdaBayesFP", "AdaBayesK", "AdaBound", "param_groups"]

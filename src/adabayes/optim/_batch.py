@@ -23,9 +23,10 @@ class Batch:
     the place of the old ones.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], in_place: bool) -> None:
+    def __init__(self, tensors: Sequence[Tensor], in_place: bool, indices: Sequence[int] = ()) -> None:
         self.tensors = list(tensors)
         self.in_place = in_place
+        self.indices = indices  # of gradients: which of the optimizer's parameters they belong to
 
     def lerp_(self, end: Operand, weight: Scalar) -> Batch:
         """Go from here to ``end`` by this share of the way."""
@@ -41,6 +42,9 @@ class Batch:
 
     def add_(self, other: Operand, alpha: float = 1.0) -> Batch:
         return self._change("add", other) if alpha == 1.0 else self._change("add", other, alpha=alpha)
+
+    def sub(self, other: Batch) -> Batch:
+        return self._new("sub", other)
 
     def mul(self, other: Operand) -> Batch:
         return self._new("mul", other)
@@ -147,3 +151,7 @@ class Step(NamedTuple):
     denominator: Batch | None = None
     size: Scalar = 1.0
     after: Callable[[], Any] | None = None  # what is left to be done when the weights have moved
+
+    def quotient(self) -> Batch:
+        """Return the step without its size."""
+        return self.numerator if self.denominator is None else self.numerator.map(torch.div, self.denominator)

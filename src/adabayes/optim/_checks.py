@@ -23,6 +23,8 @@ _INSTEAD = {
     "amsgrad": "There is no such variant of it; AdaBound has one, amsbound=True.",
     "momentum": "Give lr_sgd = lr / (1 - momentum) of SGD's; the average over past gradients is beta1 or betas[0].",
     "learning_rate": "It is lr.",
+    "capturable": "A graph cannot capture when its bases are refreshed; AdaBayesFP has it.",
+    "differentiable": "Autograd cannot follow its bases; AdaBayesFP has it.",
     "weight_drift": "Give weight_decay = weight_drift / lr.",
 }
 

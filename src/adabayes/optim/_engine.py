@@ -8,7 +8,7 @@ and the form in which a step is computed. tests/test_engine.py has an optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -49,6 +49,7 @@ class EngineOptimizer(StatefulOptimizer):
     BETAS: ClassVar[int] = 2
     COUPLED_DECAY: ClassVar[bool] = False  # an L2 penalty in the gradient, in place of AdamW's decoupled decay
     KERNEL: ClassVar[Kernel | None] = None  # if there is one
+    IN_PLACE: ClassVar[bool] = False  # whether the single-tensor form, too, changes tensors in place
 
     # What a subclass brings
 
@@ -171,15 +172,23 @@ class EngineOptimizer(StatefulOptimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Tells GradScaler to leave unscaling to the step, and to say in ``found_inf`` whether to skip it."""
-        return all(group.get("fused") for group in self.param_groups)
+        return self.KERNEL is not None and all(group.get("fused") for group in self.param_groups)
 
     def _step_group(self, group: Group) -> None:
+        for part in self._parts(group):
+            self._step_part(group, part)
+
+    def _parts(self, group: Group) -> Iterable[Group]:
+        """Split a group into parts whose parameters have the same entries of state."""
+        return [group] if group["params"] else []
+
+    def _step_part(self, group: Group, part: Group) -> None:
         """Take a step with torch's operations, for all tensors of one kind together or for one after the other."""
         params: list[Tensor] = []
         grads: list[Tensor] = []
         steps: list[Tensor] = []
-        entries: dict[str, list[Tensor]] = {name: [] for name in self._entries(group)}
-        has_complex = self._init_group(group, params, grads, steps, *entries.values())
+        entries: dict[str, list[Tensor]] = {name: [] for name in self._entries(part, part["params"][0])}
+        has_complex = self._init_group(part, params, grads, steps, *entries.values())
         graph = torch.compiler.is_compiling() or group["capturable"]
         if group["capturable"]:
             _check_capturable(params, steps)
@@ -190,18 +199,18 @@ class EngineOptimizer(StatefulOptimizer):
         foreach = group["foreach"]
         if foreach is None:
             foreach = not group["differentiable"] and all(type(p) in _foreach_supported_types for p in params)
-        low = group["state_dtype"] or group["stochastic_rounding"]
-        rounding = Rounding(group["seed"], group["stochastic_rounding"], self.indices(group, params) if low else [])
+        rounding = Rounding(group["seed"], group["stochastic_rounding"])
         _count_(steps)
         clock: list[Any] = steps if graph else [step.item() for step in steps]
-        columns: list[Any] = [params, grads, clock, range(len(params)), *entries.values()]
+        columns: list[Any] = [params, grads, clock, self.indices(group, params), *entries.values()]
         for run in _runs(columns) if foreach else [[[item] for item in row] for row in zip(*columns)]:
-            targets, g, times, places, *states = run
+            targets, g, times, indices, *states = run
             t: Scalar = torch.stack(times) if graph and foreach else times[0]
             if has_complex:
                 targets, g, *states = ([real_view(x) for x in column] for column in (targets, g, *states))
-            store = partial(rounding.store, places=places, t=t)
-            self._run(group, c, lr, t, targets, g, dict(zip(entries, states)), foreach, store)
+            store = partial(rounding.store, indices=indices, t=t)
+            gradient = Batch(g, foreach or self.IN_PLACE, indices)
+            self._run(group, c, lr, t, targets, gradient, dict(zip(entries, states)), store)
 
     def _run(
         self,
@@ -210,17 +219,17 @@ class EngineOptimizer(StatefulOptimizer):
         lr: Scalar,
         t: Scalar,
         targets: list[Tensor],
-        grads: list[Tensor],
+        gradient: Batch,
         states: dict[str, list[Tensor]],
-        foreach: bool,
         store: Callable[[list[Tensor], list[Tensor], str], None],
     ) -> None:
         """Step tensors of one kind, in the precision of their state, but at least in fp32."""
-        state = {name: Batch(_to_compute(column, group), foreach) for name, column in states.items()}
+        in_place = gradient.in_place
+        state = {name: Batch(_to_compute(column, group), in_place) for name, column in states.items()}
         dtype = next(iter(state.values())).tensors[0].dtype
         wide = torch.promote_types(targets[0].dtype, dtype)
-        weights = Batch(_to_compute([_to(p, wide) for p in targets], group), foreach)
-        gradient = Batch([_to(g, dtype) for g in grads], foreach)
+        weights = Batch(_to_compute([_to(p, wide) for p in targets], group), in_place)
+        gradient.tensors = [_to(g, dtype) for g in gradient.tensors]
         sign = -1 if group["maximize"] else 1
         weight_decay = group["weight_decay"]
         if self.COUPLED_DECAY:
@@ -233,22 +242,26 @@ class EngineOptimizer(StatefulOptimizer):
         weights.move_(step, sign)
         if step.after is not None:
             step.after()
-        low = [name for name, entry in self._entries(group).items() if entry.low]
-        streams = {"param": "param", **dict(zip(low, STATE_STREAMS))}
-        for name, batch in {"param": weights, **state}.items():
+        # Of state, only the first entries are ever kept in bf16.
+        for (name, batch), stream in zip({"param": weights, **state}.items(), ("param", *STATE_STREAMS, *states)):
             stored = targets if name == "param" else states[name]
-            if not foreach or batch.tensors[0].dtype != stored[0].dtype:
-                store(stored, batch.tensors, streams.get(name, ""))
+            if not in_place or batch.tensors[0].dtype != stored[0].dtype:
+                store(stored, batch.tensors, stream)
 
     def indices(self, group: Group, params: Sequence[Tensor]) -> list[int]:
-        """Return the index of each parameter among all of the optimizer's."""
+        """Return the index of each of these parameters, given in the group's order, among all of the optimizer's."""
         first = 0
         for other in self.param_groups:
             if other is group:
                 break
             first += len(other["params"])
-        place = {id(p): i for i, p in enumerate(group["params"], first)}
-        return [place[id(p)] for p in params]
+        found, candidates = [], iter(group["params"])
+        for p in params:
+            while next(candidates) is not p:
+                first += 1
+            found.append(first)
+            first += 1
+        return found
 
 
 def _as_scalar(value: Scalar, *, keep_tensor: bool) -> Scalar:

@@ -34,6 +34,40 @@ class Kernel(NamedTuple):
     function: str
     second_state: str
     numbers: Callable[[Any], dict[str, float]]  # those beyond the common ones, from the optimizer's
+    serves: Callable[[Group], bool] = lambda group: True  # whether it can take a group's steps
+
+    def fill(self, c: Any, *, unscale: float, shrink: float, rate: float) -> Any:
+        """Return the structure of numbers that the kernel takes."""
+        beta2 = getattr(c, "beta2", 0.0)
+        common = {"unscale": unscale, "beta1": c.beta1, "beta2": beta2, "shrink": shrink, "rate": rate}
+        return library.NUMBERS[self.function](**common, **self.numbers(c))
+
+    def direction(
+        self, grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], second_states: Sequence[Tensor], c: Any, t: float
+    ) -> Tensor | None:
+        """Update the state of tensors of one shape and return their steps, stacked; None if it cannot serve them."""
+        like, states = exp_avgs[0], (*exp_avgs, *second_states)
+        if library.unavailable() or (like.dtype, like.dtype) not in library.PAIRS or not all(map(_is_plain, states)):
+            return None
+        for state in states:
+            _check_memory("state", state)
+        moves = like.new_empty((len(grads), *like.shape))  # where weights at 0 go
+        grads = [_fitting(g, move) for g, move in zip(grads, moves)]
+        steps = like.new_full((len(grads),), t - 1, dtype=torch.float64)
+        columns = {
+            "params": map(_address, moves),
+            "grads": map(_address, grads),
+            "exp_avgs": map(_address, exp_avgs),
+            "second_states": map(_address, second_states),
+            "steps": map(_address, steps),
+            "numels": map(Tensor.numel, grads),
+            "indices": repeat(0, len(grads)),
+        }
+        kind, count = library.DTYPES[like.dtype], library.DTYPES[steps.dtype]
+        numbers = self.fill(c, unscale=1.0, shrink=0.0, rate=-as_float(c.rate))
+        arrays = {name: array("q", column) for name, column in columns.items()}
+        _call(self.function, arrays, numbers, param_type=kind, state_type=kind, step_type=count)
+        return moves
 
 
 class FusedSteps:
@@ -83,7 +117,7 @@ class FusedSteps:
         wanted = group["fused"]
         if not wanted and (wanted is False or group["foreach"] is not None):
             return False
-        if group["differentiable"] or group["capturable"]:
+        if group["differentiable"] or group["capturable"] or not self._kernel.serves(group):
             return False
         c = optimizer.numbers(group, as_float(group["lr"]))
         if c is None:
@@ -109,13 +143,11 @@ class FusedSteps:
             return True
         scale = getattr(optimizer, "grad_scale", None)
         weight_decay, rate = group["weight_decay"], as_float(c.rate)
-        numbers = library.NUMBERS[self._kernel.function](
+        numbers = self._kernel.fill(
+            c,
             unscale=1.0 if scale is None else 1.0 / as_float(scale),
-            beta1=c.beta1,
-            beta2=getattr(c, "beta2", 0.0),
             shrink=1 - as_float(group["lr"]) * weight_decay if weight_decay else 1.0,
             rate=-rate if group["maximize"] else rate,
-            **self._kernel.numbers(c),
         )
         plan.run(self._kernel.function, grads, numbers, group["seed"], group["stochastic_rounding"])
         return True
@@ -250,16 +282,18 @@ class _Plan:
         for places, types, arrays in self._parts:
             chosen = addresses if len(self._parts) == 1 else itemgetter(*places, places[0])(addresses)[:-1]
             arrays["grads"] = array("q", chosen)
-            tensors = library.Tensors(
-                count=len(places),
-                threads=torch.get_num_threads(),
-                round_params=round_params,
-                seed=seed,
-                **types,
-                **{name: column.buffer_info()[0] for name, column in arrays.items()},
-            )
-            library.call(function, tensors, numbers)
+            _call(function, arrays, numbers, **types, round_params=round_params, seed=seed)
         torch.autograd.graph.increment_version(self._params)  # as after any other change in place
+
+
+def _call(function: str, arrays: Mapping[str, array[int]], numbers: Any, **options: int) -> None:
+    pointers = {name: column.buffer_info()[0] for name, column in arrays.items()}
+    count, threads = len(arrays["params"]), torch.get_num_threads()
+    library.call(function, library.Tensors(count=count, threads=threads, **options, **pointers), numbers)
+
+
+def _is_plain(t: Tensor) -> bool:
+    return type(t) is Tensor and t.is_cpu and t.is_contiguous() and not _is_lazy(t)
 
 
 def _unfit(p: Tensor, exp_avg: Tensor, second_state: Tensor, step: Tensor) -> str | None:

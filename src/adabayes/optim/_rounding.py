@@ -37,16 +37,15 @@ class Rounding(NamedTuple):
 
     seed: int
     params: bool
-    indices: Sequence[int]  # of all parameters, if any of them or of their state is bf16 and rounded so
 
     def store(
-        self, targets: Sequence[Tensor], values: Sequence[Tensor], stream: str, places: Sequence[int], t: Scalar
+        self, targets: Sequence[Tensor], values: Sequence[Tensor], stream: str, indices: Sequence[int], t: Scalar
     ) -> None:
-        """Store values, of the parameters in these places, at step ``t`` (a number, or one for each)."""
-        if self.indices and targets[0].dtype == torch.bfloat16 and (self.params or stream != "param"):
+        """Store values, of the parameters with these indices, at step ``t`` (a number, or one for each)."""
+        if targets[0].dtype == torch.bfloat16 and (self.params or stream != "param"):
             count = len(targets)
             steps = t.to(torch.int64).expand(count).unbind() if isinstance(t, Tensor) else [int(t)] * count
-            keys = [key_of(self.seed, self.indices[place], step) for place, step in zip(places, steps)]
+            keys = [key_of(self.seed, index, step) for index, step in zip(indices, steps)]
             values = [round_to_bf16(v, target, key, stream) for v, target, key in zip(values, targets, keys)]
         if len(targets) == 1:
             targets[0].copy_(values[0])

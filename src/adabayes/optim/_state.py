@@ -42,8 +42,8 @@ class StatefulOptimizer(Optimizer):
 
     STATE: ClassVar[dict[str, Entry]]  # of each parameter, beside its step count
 
-    def _entries(self, group: Group) -> dict[str, Entry]:
-        """Return the entries that parameters of a group have; by default those of the class."""
+    def _entries(self, group: Group, p: Tensor) -> dict[str, Entry]:
+        """Return the entries that a parameter of a group has; by default those of the class."""
         return self.STATE
 
     # Making it
@@ -68,7 +68,6 @@ class StatefulOptimizer(Optimizer):
 
         The name and the shape of the arguments matter: torch.compile runs this method instead of tracing it.
         """
-        names = tuple(self._entries(group))
         has_complex = False
         states = own_state(self)
         for p in group["params"]:
@@ -87,14 +86,14 @@ class StatefulOptimizer(Optimizer):
             params.append(p)
             grads.append(p.grad)
             steps.append(state["step"])
-            for name, column in zip(names, entries):
+            for name, column in zip(self._entries(group, p), entries):
                 column.append(state[name])
         return has_complex
 
     def _make_state(self, p: Tensor, state: dict[str, Any], group: Group) -> None:
         low = self.state_dtype_of(p, group)
         made: dict[str, Tensor] = {"step": _step_count(0.0, p, group)}
-        for name, entry in self._entries(group).items():
+        for name, entry in self._entries(group, p).items():
             dtype = low if entry.low else _wide(p.dtype)
             if entry.shape is None:
                 made[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
@@ -126,8 +125,8 @@ class StatefulOptimizer(Optimizer):
 
         def restore(_: Optimizer) -> None:
             for saved, group in zip(loaded["param_groups"], self.param_groups):
-                entries = self._entries(group)
                 for i, p in zip(saved["params"], group["params"]):
+                    entries = self._entries(group, p)
                     for name, value in loaded["state"].get(i, {}).items():
                         if name != "step" and isinstance(value, Tensor):
                             entry = entries.get(name, Entry())
@@ -148,8 +147,8 @@ class StatefulOptimizer(Optimizer):
     def _check_loadable(self, state_dict: dict[str, Any]) -> None:
         """Refuse state that lacks an entry, or has one of another shape than the parameter's."""
         for saved, group in zip(state_dict["param_groups"], self.param_groups):
-            entries = self._entries({**self.defaults, **saved})
             for i, p in zip(saved["params"], group["params"]):
+                entries = self._entries({**self.defaults, **saved}, p)
                 if not (state := state_dict["state"].get(i)):
                     continue
                 name = _name_of(i, saved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from adabayes.optim._checks import check_range, explain
 from adabayes.optim._engine import EngineOptimizer, Group
 from adabayes.optim._state import own_state
 from adabayes.optim._tensors import as_float
-from adabayes.rates import base_lr_of, lr_sgd_of, warn_if_papers, warn_if_swapped
+from adabayes.rates import RATIO, base_lr_of, lr_sgd_of, warn_if_papers, warn_if_swapped
 
 __all__ = ["TwoRateOptimizer", "unwrap"]
 
@@ -22,6 +22,8 @@ _NOT_OURS = {"eps", "amsgrad", "foreach", "fused", "capturable", "differentiable
 
 class TwoRateOptimizer(EngineOptimizer):
     """Resolves ``lr_sgd`` of each group, tells what each weight gets, and goes on from AdamW's state."""
+
+    RATIO: ClassVar[float] = RATIO  # lr_sgd / lr, where lr_sgd is not given
 
     # Groups
 
@@ -38,10 +40,10 @@ class TwoRateOptimizer(EngineOptimizer):
     def _default_lr_sgd(self, group: Group) -> float:
         """Return ``lr_sgd`` of a group that does not state its own: in the defaults' ratio, or in the paper's."""
         base_lr = group.get("base_lr", self.defaults["base_lr"])
-        return float(lr_sgd_of(base_lr, (self.defaults["base_lr"], self.defaults["lr_sgd"])))
+        return float(lr_sgd_of(base_lr, (self.defaults["base_lr"], self.defaults["lr_sgd"]), self.RATIO))
 
     def _base_lr(self, group: Group) -> float:
-        return float(base_lr_of(as_float(group["lr"]), group.get("lr_sgd")))
+        return float(base_lr_of(as_float(group["lr"]), group.get("lr_sgd"), self.RATIO))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         lacking = [group for group in state["param_groups"] if group.get("lr_sgd") is None]
@@ -53,7 +55,7 @@ class TwoRateOptimizer(EngineOptimizer):
         super()._check_group(group)
         lr_sgd = group["lr_sgd"]
         if lr_sgd is not None:
-            hint = " It must be above 0; leave it out for 100 * lr. To freeze parameters, set lr=0."
+            hint = f" It must be above 0; leave it out for {self.RATIO:g} * lr. To freeze parameters, set lr=0."
             check_range("lr_sgd", lr_sgd, hint=hint)
             if lr_sgd == 0:
                 raise ValueError(f"Invalid lr_sgd: 0.{hint}")
@@ -144,12 +146,20 @@ class TwoRateOptimizer(EngineOptimizer):
                     f"{ours['weight_decay']:g}, as this optimizer was made"
                 )
                 del taken["weight_decay"]
-            group = {**{k: v for k, v in ours.items() if k != "params"}, **taken, "betas": betas[: self.BETAS]}
+            group = {
+                **{k: v for k, v in ours.items() if k != "params"},
+                **taken,
+                "betas": self._betas_from(betas, ours),
+            }
             groups.append(group)
             for i in theirs["params"]:
                 if state := state_dict["state"].get(i):
                     states[i] = self._warm_state(state, group, betas[1])
         return {"state": states, "param_groups": groups}
+
+    def _betas_from(self, adamw: tuple[float, ...], group: Group) -> tuple[float, ...]:
+        """Return the betas with which a group goes on from AdamW's."""
+        return adamw[: self.BETAS]
 
     def _check_loadable(self, state_dict: dict[str, Any]) -> None:
         if any("eps" in group and "lr_sgd" not in group for group in state_dict["param_groups"]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,16 @@ class _Numbers(NamedTuple):
     beta1: float
     beta2: float
     eps: float  # lr / lr_sgd: the gradient at which SGD gives way to Adam, in the units of the gradients given
+    cautious: bool
+    centred: bool
+
+
+SETTLED = Kernel(
+    "adabayes_fp_step",
+    "exp_avg_sq",
+    lambda c: {"eps": c.eps, "cautious": c.cautious, "centred": c.centred},
+    serves=lambda group: not group["cautious"],  # which takes two passes: one to count what is kept
+)
 
 
 class AdaBayesFP(TwoRateOptimizer):
@@ -55,6 +65,11 @@ class AdaBayesFP(TwoRateOptimizer):
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
         reduction: ``"mean"`` or ``"sum"``: how the loss was reduced over the minibatch.
         batch_size: needed with ``reduction="sum"``; otherwise it has cancelled.
+        cautious: leave out what opposes the newest gradient, and scale up the rest by the share that is kept; without
+            the kernel.
+        centred: average the squares of what the average did not foresee, :math:`(g_t - m_{t-1})^2`, in place of
+            :math:`g_t^2`. It vanishes, and with it the bound on the step, where gradients have no noise: not for
+            full batches.
         maximize: ascend instead of descending.
         foreach: the form that works on all tensors at once. None: whenever it can and there is no kernel.
         fused: the kernel for the CPU. None: whenever it was built and can serve the parameters.
@@ -80,7 +95,7 @@ class AdaBayesFP(TwoRateOptimizer):
     """
 
     STATE = {"exp_avg": Entry(), "exp_avg_sq": Entry()}  # noqa: RUF012
-    KERNEL = Kernel("adabayes_fp_step", "exp_avg_sq", lambda c: {"eps": c.eps})
+    KERNEL: ClassVar[Kernel | None] = SETTLED
 
     @explains_unknown
     def __init__(
@@ -93,6 +108,8 @@ class AdaBayesFP(TwoRateOptimizer):
         *,
         reduction: Literal["mean", "sum"] = "mean",
         batch_size: float | None = None,
+        cautious: bool = False,
+        centred: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -109,6 +126,8 @@ class AdaBayesFP(TwoRateOptimizer):
             "weight_decay": weight_decay,
             "reduction": reduction,
             "batch_size": batch_size,
+            "cautious": cautious,
+            "centred": centred,
             "maximize": maximize,
             "foreach": foreach,
             "fused": fused,
@@ -120,18 +139,21 @@ class AdaBayesFP(TwoRateOptimizer):
         }
         super().__init__(params, defaults)
 
-    def direction(self, gradient: Batch, state: dict[str, Batch], c: _Numbers, t: Scalar) -> Step:
-        mean = state["exp_avg"].lerp_(gradient, 1 - c.beta1)
-        mean_square = state["exp_avg_sq"].mul_(c.beta2).addcmul_(gradient, gradient, 1 - c.beta2)
+    def direction(self, gradient: Batch, state: dict[str, Batch], c: Any, t: Scalar) -> Step:
+        mean, mean_square = state["exp_avg"], state["exp_avg_sq"]
+        seen = gradient.sub(mean) if c.centred else gradient
+        mean.lerp_(gradient, 1 - c.beta1)
+        mean_square.mul_(c.beta2).addcmul_(seen, seen, 1 - c.beta2)
         # lr m / (eps/2 + sqrt(eps^2/4 + v)), above and below times the root of v's bias correction: so v is taken as is
         root = (1 - c.beta2**t) ** 0.5
         half = root * (c.eps / 2)
         denominator = mean_square.add(half * half).sqrt_().add_(half)
-        return Step(mean, denominator, size=c.rate * root / (1 - c.beta1**t))
+        moving = mean.map(agreeing, gradient) if c.cautious else mean
+        return Step(moving, denominator, size=c.rate * root / (1 - c.beta1**t))
 
-    def numbers(self, group: Group, lr: Scalar) -> _Numbers:
+    def numbers(self, group: Group, lr: Scalar) -> Any:
         beta1, beta2 = group["betas"]
-        return _Numbers(lr, beta1, beta2, self._eps(group))
+        return _Numbers(lr, beta1, beta2, self._eps(group), group["cautious"], group["centred"])
 
     @staticmethod
     def _eps(group: Group) -> float:
@@ -156,3 +178,15 @@ class AdaBayesFP(TwoRateOptimizer):
         # With the gradient in units of the crossover, both learning rates are 1.
         gain: Tensor = fixed_point(mean_square / self._eps(group) ** 2, 1.0, 1.0)
         return gain
+
+
+def agreeing(mean: Tensor, gradient: Tensor) -> Tensor:
+    """Leave out of an average what opposes the newest gradient; scale up the rest by the share that is kept."""
+    kept = mean * (mean.sign() * gradient.sign() > 0)
+    return kept / share_kept(kept, gradient)
+
+
+def share_kept(kept: Tensor, gradient: Tensor) -> Tensor:
+    """Return the share of the weights with a gradient that are kept, but at least a tenth."""
+    count, of = (x.sign().abs().sum() for x in (kept, gradient))  # faster than count_nonzero
+    return (count / of.clamp_min(1)).clamp_min(0.1)

@@ -130,7 +130,7 @@ class AdaBound(EngineOptimizer):
         beta1, beta2 = group["betas"]
         return _Numbers(lr, final_lr, group["gamma"], beta1, beta2, group["eps"])
 
-    def _entries(self, group: Group) -> dict[str, Entry]:
+    def _entries(self, group: Group, p: Tensor) -> dict[str, Entry]:
         return {**self.STATE, "max_exp_avg_sq": Entry()} if group["amsbound"] else self.STATE
 
     def _check_group(self, group: Group) -> None:
