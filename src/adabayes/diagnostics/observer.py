@@ -92,6 +92,8 @@ class Observer:
 
     @torch.no_grad()
     def _observe(self, *_: object) -> None:
+        if self._optimizer.ROTATES:  # it is not weights that have learning rates, and what directions have is all known
+            return
         for group in self._optimizer.param_groups:
             factor = self._optimizer.mean_factor(group)
             for p in group["params"]:
@@ -123,13 +125,23 @@ class Observer:
         """Return the sample as it is now, one entry per tensor."""
         found = []
         for name, p, group in named_with_state(self._optimizer, self._model):
-            if p in self._tracked:
+            lr, lr_sgd = self._optimizer.current_rates(group)
+            if self._optimizer.ROTATES:
+                found.append(self._directions(name, p, lr, lr_sgd))
+            elif p in self._tracked:
                 tracked = self._tracked[p]
-                lr, lr_sgd = self._optimizer.current_rates(group)
                 adam_lr = lr / tracked.mean_square().sqrt()
                 gain = tracked.take(local(self._optimizer.relative_gain(p)))
                 found.append(Points(name, adam_lr, gain.double() * lr_sgd, lr, lr_sgd))
         return found
+
+    def _directions(self, name: str, p: Tensor, lr: float, lr_sgd: float) -> Points:
+        """Return points of an optimizer that has a learning rate for each direction, from its own averages."""
+        gain, square = self._optimizer.relative_gain(p).flatten(), self._optimizer.mean_square(p)
+        assert square is not None
+        every = max(1, -(-gain.numel() // self._per_tensor))
+        adam_lr = lr / square.flatten()[::every].double().sqrt()
+        return Points(name, adam_lr, gain[::every].double() * lr_sgd, lr, lr_sgd)
 
     def plot(self, path: str | PathLike[str] | None = None, ax: Axes | None = None) -> Axes:
         """Draw the paper's learning-rate figure (its Fig. 3) and save it to ``path`` if given."""

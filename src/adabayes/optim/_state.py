@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from adabayes.optim._stack import is_aligned
+
 __all__ = ["Entry", "Group", "StatefulOptimizer", "dtype_name", "own_state"]
 
 Group = dict[str, Any]
@@ -132,7 +134,8 @@ class StatefulOptimizer(Optimizer):
                             entry = entries.get(name, Entry())
                             dtype = self.state_dtype_of(p, group) if entry.low else _wide(p.dtype)
                             dtype = dtype if entry.shape is None else dtype.to_real()
-                            self.state[p][name] = value.to(device=p.device, dtype=dtype)
+                            value = value.to(device=p.device, dtype=dtype)
+                            self.state[p][name] = value if is_aligned(value) else value.clone()
 
         hooks = (
             self.register_load_state_dict_pre_hook(remember),

@@ -24,6 +24,7 @@ class TwoRateOptimizer(EngineOptimizer):
     """Resolves ``lr_sgd`` of each group, tells what each weight gets, and goes on from AdamW's state."""
 
     RATIO: ClassVar[float] = RATIO  # lr_sgd / lr, where lr_sgd is not given
+    ROTATES: ClassVar[bool] = False  # whether learning rates are those of directions, not of weights
 
     # Groups
 
@@ -85,6 +86,10 @@ class TwoRateOptimizer(EngineOptimizer):
         if not self.has_state(param):
             raise RuntimeError("this parameter has no state yet: take a step with a gradient first")
         return self._relative_gain(group, own_state(self)[param])
+
+    def mean_square(self, param: Tensor) -> Tensor | None:
+        """Return the averaged squared gradient in each direction, if the optimizer keeps it, as of the mean loss."""
+        return None
 
     def _relative_gain(self, group: Group, state: dict[str, Any]) -> Tensor:
         raise NotImplementedError

@@ -12,7 +12,7 @@ from adabayes.filtering import fixed_point
 from adabayes.optim._checks import check_range, explains_unknown
 from adabayes.optim._engine import Batch, Group, Step
 from adabayes.optim._fused import Kernel
-from adabayes.optim._state import Entry
+from adabayes.optim._state import Entry, own_state
 from adabayes.optim._tensors import Scalar, as_float, real_view
 from adabayes.optim._two_rates import TwoRateOptimizer
 
@@ -172,6 +172,13 @@ class AdaBayesFP(TwoRateOptimizer):
 
     def _warm_state(self, adamw: dict[str, Any], group: Group, beta2: float) -> dict[str, Any]:
         return {name: adamw[name] for name in ("step", *self.STATE)}
+
+    @torch.no_grad()
+    def mean_square(self, param: Tensor) -> Tensor:
+        """Return the averaged squared gradient of each weight, as of the mean loss."""
+        group, state = self._group_of(param), own_state(self)[param]
+        average: Tensor = real_view(state["exp_avg_sq"]) / (1 - group["betas"][1] ** as_float(state["step"]))
+        return average * self.mean_factor(group) ** 2
 
     def _relative_gain(self, group: Group, state: dict[str, Any]) -> Tensor:
         mean_square = real_view(state["exp_avg_sq"]) / (1 - group["betas"][1] ** as_float(state["step"]))

@@ -110,6 +110,7 @@ class AdaBayesK(AdaBayesFP):
     KERNEL = None  # for whole steps; what is done element by element has AdaBayes-FP's
     RATIO = 1e5
     IN_PLACE = True
+    ROTATES = True
 
     @explains_unknown
     def __init__(

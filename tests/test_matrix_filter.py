@@ -1,0 +1,405 @@
+"""AdaBayes-K against independent oracles: AdaBayes-FP, SOAP, SGD, and its own definition in the weights' basis."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pytorch_optimizer import SOAP
+from torch import Tensor, nn
+
+from adabayes import AdaBayesFP, AdaBayesK, eigenbasis
+from adabayes.filtering import fixed_point
+from tests.conftest import all_state
+
+F64 = torch.float64
+FORMS = {"fused": {}, "foreach": {"fused": False, "foreach": True}, "single": {"fused": False, "foreach": False}}
+
+
+@pytest.fixture(params=list(FORMS))
+def form(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return FORMS[request.param]
+
+
+def gradients(*shape: int, steps: int, dtype: torch.dtype = F64, seed: int = 0) -> list[Tensor]:
+    """Gradients whose rows and columns are correlated, about a mean."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=F64)  # noqa: E731
+    left, right, mean = draw(shape[0], shape[0]), draw(shape[1], shape[1]), draw(*shape)
+    return [(0.3 * mean + left @ draw(*shape) @ right).to(dtype) for _ in range(steps)]
+
+
+def run(make: Callable[[list[Tensor]], torch.optim.Optimizer], start: Tensor, grads: list[Tensor]) -> list[Tensor]:
+    """Return the weights after each step."""
+    w = start.clone()
+    optimizer = make([w])
+    path = []
+    for g in grads:
+        w.grad = g.clone()
+        optimizer.step()
+        path.append(w.clone())
+    return path
+
+
+def plain(grads: list[Tensor], start: Tensor, lr: float, lr_sgd: float, refresh: int, **options: Any) -> list[Tensor]:
+    """The algorithm written out for one matrix, with weight decay 0.1; nothing is shared, skipped or fused."""
+    beta1, beta2, eps = 0.9, 0.99, lr / lr_sgd
+    w, path = start.clone(), []
+    m, v = torch.zeros_like(w), torch.zeros_like(w)
+    A, C = torch.zeros(w.shape[0], w.shape[0], dtype=F64), torch.zeros(w.shape[1], w.shape[1], dtype=F64)
+    for t, g in enumerate(grads, 1):
+        if t == 1:
+            QA, QC = (torch.linalg.eigh(x)[1].flip(1) for x in (g @ g.T, g.T @ g))
+        turned = QA.T @ g @ QC
+        v = beta2 * v + (1 - beta2) * (turned - m if options.get("centred") else turned) ** 2
+        m = beta1 * m + (1 - beta1) * turned
+        u = m / (1 - beta1**t) / (eps / 2 + (eps**2 / 4 + v / (1 - beta2**t)).sqrt())
+        if options.get("cautious"):
+            agrees = m * turned > 0
+            u = u * agrees / (agrees.sum() / turned.count_nonzero()).clamp_min(0.1)
+        w = (1 - lr * 0.1) * w - lr * QA @ u @ QC.T
+        A, C = beta2 * A + (1 - beta2) * g @ g.T, beta2 * C + (1 - beta2) * g.T @ g
+        if t > 1 and t % refresh == 0:
+            weights_basis = QA @ m @ QC.T
+            orders = [(Q * (X @ Q)).sum(0).argsort(descending=True) for X, Q in ((A, QA), (C, QC))]
+            v = v[orders[0]][:, orders[1]]
+            QA, QC = (torch.linalg.qr((X @ Q)[:, o])[0] for X, Q, o in ((A, QA, orders[0]), (C, QC, orders[1])))
+            m = QA.T @ weights_basis @ QC
+        path.append(w.clone())
+    return path
+
+
+@pytest.mark.parametrize("options", [{}, {"cautious": True}, {"centred": True}, {"cautious": True, "centred": True}])
+def test_it_computes_what_the_definition_says(form: dict[str, Any], options: dict[str, bool]) -> None:
+    grads = gradients(5, 5, steps=60)
+    start = torch.ones(5, 5, dtype=F64)
+    expected = plain(grads, start, 0.02, 200.0, 4, **options)
+    settings = {"lr": 0.02, "lr_sgd": 200.0, "refresh": 4, "weight_decay": 0.1, "cautious": False, **options, **form}
+    for a, b in zip(run(lambda p: AdaBayesK(p, **settings), start, grads), expected):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+def test_without_bases_it_is_adabayes_fp(form: dict[str, Any]) -> None:
+    """Sides above ``max_size`` keep the identity."""
+    grads, start = gradients(6, 4, steps=50), torch.ones(6, 4, dtype=F64)
+    common = {"lr": 0.02, "lr_sgd": 2.0, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    k = run(lambda p: AdaBayesK(p, **common, max_size=1, cautious=False, **form), start, grads)
+    fp = run(lambda p: AdaBayesFP(p, **common, fused=False), start, grads)
+    for a, b in zip(k, fp):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (6, 4)])
+def test_it_is_soap_when_sgd_has_no_say(shape: tuple[int, int], form: dict[str, Any]) -> None:
+    """Step for step, once SOAP has been given what it left out in the first step, which it skips: its averages.
+
+    Where the first gradient has no direction, any basis will do; SOAP gets ours.
+    """
+    grads, start = gradients(*shape, steps=45), torch.ones(*shape, dtype=F64)
+    ours = start.clone()
+    k = AdaBayesK([ours], lr=0.02, lr_sgd=1e12, cautious=False, **form)
+    ours.grad = grads[0].clone()
+    k.step()
+    theirs = start.clone()
+    soap = SOAP([theirs], lr=0.02, betas=(0.9, 0.99), eps=0.0, precondition_frequency=10, weight_decay=0.0)
+    theirs.grad = grads[0].clone()
+    soap.step()
+    state = soap.state[theirs]
+    state["Q"] = [k.state[ours][f"basis_{side}"].clone() for side in (0, 1)]
+    state["exp_avg"].copy_(0.1 * grads[0])
+    state["exp_avg_sq"].copy_(0.01 * soap.project(grads[0], state) ** 2)
+    soap.param_groups[0]["step"] += 1
+    ours.copy_(start)
+    for t, g in enumerate(grads[1:], 2):
+        ours.grad, theirs.grad = g.clone(), g.clone()
+        k.step()
+        soap.step()
+        # SOAP's QR is in fp32, which limits the agreement from its first refresh on.
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10 if t <= 10 else 1e-5)
+
+
+def test_it_is_sgd_with_averaged_momentum_when_adam_has_no_say(form: dict[str, Any]) -> None:
+    grads, start = gradients(6, 4, steps=30), torch.ones(6, 4, dtype=F64)
+    with pytest.warns(UserWarning, match="swapped"):
+        ours = run(lambda p: AdaBayesK(p, lr=1e9, lr_sgd=0.05, cautious=False, **form), start, grads)
+    w, m = start.clone(), torch.zeros_like(start)
+    for t, (g, a) in enumerate(zip(grads, ours), 1):
+        m = 0.9 * m + 0.1 * g
+        w = w - 0.05 * m / (1 - 0.9**t)
+        torch.testing.assert_close(a, w, rtol=1e-7, atol=1e-7)
+
+
+def orthogonal(n: int, seed: int) -> Tensor:
+    return torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=F64))[0]
+
+
+@settings(max_examples=20, deadline=None)
+@given(m=st.integers(1, 7), n=st.integers(1, 7), seed=st.integers(0, 1000), cautious=st.booleans())
+def test_rotating_the_problem_rotates_the_path(m: int, n: int, seed: int, cautious: bool) -> None:
+    """Of gradients that are full rank on both sides from the first on; below, a basis is arbitrary where nothing is."""
+    square = max(m, n)
+    grads, start = gradients(square, square, steps=25, seed=seed), torch.zeros(square, square, dtype=F64)
+    left, right = orthogonal(square, seed + 1), orthogonal(square, seed + 2)
+    make = lambda p: AdaBayesK(p, lr=0.01, lr_sgd=10.0, refresh=3, cautious=cautious)  # noqa: E731
+    path = run(make, start, grads)
+    rotated = run(make, start, [left @ g @ right for g in grads])
+    for a, b in zip(path, rotated):
+        torch.testing.assert_close(left @ a @ right, b, rtol=1e-6, atol=1e-6)
+
+
+def test_the_first_step_is_taken_and_directions_not_seen_move_no_faster_than_sgd(form: dict[str, Any]) -> None:
+    """A gradient of rank one: one direction moves like Adam, all others by no more than SGD at lr_sgd would."""
+    torch.manual_seed(0)
+    w = torch.zeros(6, 4)
+    optimizer = AdaBayesK([w], lr=0.1, lr_sgd=1e4, cautious=False, **form)
+    u, v = torch.randn(6), torch.randn(4)
+    w.grad = torch.outer(u, v)
+    optimizer.step()
+    along = torch.outer(u, v) / (u.norm() * v.norm())
+    torch.testing.assert_close((w * along).sum().item(), -0.1, rtol=1e-3, atol=0)
+    noise = 1e-6 * w.grad.norm()  # what rounding leaves of the gradient in the other directions
+    assert (w + 0.1 * along).norm() <= 1e4 * noise
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-20, 1.0, 1e20, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_stay_finite_whatever_the_size_of_gradients(
+    form: dict[str, Any], scale: float, dtype: torch.dtype
+) -> None:
+    w = torch.ones(8, 5, dtype=dtype)
+    optimizer = AdaBayesK([w], lr=0.1, refresh=2, **form)
+    for g in gradients(8, 5, steps=12, dtype=dtype):
+        w.grad = g * scale
+        w.grad[3] = 0  # a row that never gets a gradient
+        optimizer.step()
+        assert w.isfinite().all()
+    assert all(x.isfinite().all() for name, x in optimizer.state[w].items() if name.startswith("basis"))
+    assert scale > 0 or torch.equal(w, torch.ones(8, 5, dtype=dtype))
+
+
+def test_a_gradient_of_nan_makes_weights_nan_and_no_error(form: dict[str, Any]) -> None:
+    for first in (True, False):
+        w = torch.ones(4, 3)
+        optimizer = AdaBayesK([w], refresh=1, **form)
+        for t in range(4):
+            w.grad = torch.full((4, 3), float("nan")) if t == (0 if first else 2) else torch.ones(4, 3)
+            optimizer.step()
+        assert w.isnan().any()
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    )
+
+
+def backward(model: nn.Module, t: int) -> None:
+    generator = torch.Generator().manual_seed(t)
+    model.zero_grad()
+    model(torch.randn(5, 2, 6, 6, generator=generator)).square().mean().backward()
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("at", [1, 2, 5, 10, 11])
+def test_a_resumed_run_goes_on_to_the_same_bits(
+    form: dict[str, Any], state_dtype: torch.dtype | None, at: int, tmp_path: Any
+) -> None:
+    """Saved at any step, between refreshes too, with torch and with safetensors."""
+    from safetensors.torch import load_file, save_file
+
+    options = {"lr": 0.01, "refresh": 4, "max_size": 20, "state_dtype": state_dtype, **form}
+    model = network()
+    optimizer = AdaBayesK(model.parameters(), **options)
+    for t in range(12):
+        backward(model, t)
+        model[4].weight.grad = None if t < 3 else model[4].weight.grad  # thawed later than its twin
+        optimizer.step()
+        if t + 1 == at:
+            weights, saved = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+            torch.save(saved, tmp_path / "state.pt")
+            flat = {f"{i}/{k}": v for i, state in saved["state"].items() for k, v in state.items()}
+            save_file(flat, tmp_path / "state.safetensors")
+            groups = copy.deepcopy(saved["param_groups"])
+    for kind in ("torch", "safetensors"):
+        twin = network(1)
+        twin.load_state_dict(weights)
+        resumed = AdaBayesK(twin.parameters(), **options)
+        if kind == "torch":
+            resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        else:
+            state: dict[int, dict[str, Tensor]] = {}
+            for key, value in load_file(tmp_path / "state.safetensors").items():
+                i, name = key.split("/")
+                state.setdefault(int(i), {})[name] = value
+            resumed.load_state_dict({"state": state, "param_groups": groups})
+        for t in range(at, 12):
+            backward(twin, t)
+            twin[4].weight.grad = None if t < 3 else twin[4].weight.grad
+            resumed.step()
+        for a, b in zip(model.parameters(), twin.parameters()):
+            assert torch.equal(a, b)
+        for a, b in zip(all_state(optimizer), all_state(resumed)):
+            assert torch.equal(a, b)
+
+
+def test_matrices_of_one_shape_lie_side_by_side_and_are_worked_on_together() -> None:
+    params = [torch.ones(4, 3) for _ in range(3)]
+    optimizer = AdaBayesK(params)
+    for p in params:
+        p.grad = torch.randn(4, 3)
+    optimizer.step()
+    held = [optimizer.state[p]["basis_0"] for p in params]
+    addresses = [basis.data_ptr() for basis in held]
+    assert addresses == [addresses[0] + i * 64 for i in range(3)]
+    optimizer.step()
+    assert [basis.data_ptr() for basis in held] == addresses
+    assert len(optimizer._parts(optimizer.param_groups[0])) == 1
+
+
+def test_forms_agree() -> None:
+    """Several matrices of a shape, convolutions of two and of three modes, vectors, a number.
+
+    Not cautious: in directions that the first gradients do not have, it would be rounding that decides what is kept.
+    """
+    shapes = [(4, 3), (4, 3), (4, 3), (5, 2, 3, 3), (5, 4, 3, 3), (30, 3), (6,), (6,), ()]
+    torch.manual_seed(0)
+    grads = [[torch.randn(shape, dtype=F64) for shape in shapes] for _ in range(20)]
+    results = []
+    for form in FORMS.values():
+        params = [torch.ones(shape, dtype=F64) for shape in shapes]
+        optimizer = AdaBayesK(params, lr=0.01, refresh=3, max_size=20, cautious=False, weight_decay=0.1, **form)
+        for row in grads:
+            for p, g in zip(params, row):
+                p.grad = g.clone()
+            optimizer.step()
+        results.append(params)
+    for a, b, c in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(b, c, rtol=1e-8, atol=1e-8)
+
+
+def test_bases_stay_orthonormal_over_ten_thousand_steps_with_badly_conditioned_factors() -> None:
+    torch.manual_seed(0)
+    scales = torch.logspace(0, -8, 24)
+    w = torch.zeros(24, 24)
+    optimizer = AdaBayesK([w], refresh=1)  # as many refreshes as 100,000 steps have at the default
+    mixing = torch.linalg.qr(torch.randn(24, 24))[0]
+    for _ in range(10_000):
+        w.grad = mixing @ (scales[:, None] * torch.randn(24, 24)) * scales
+        optimizer.step()
+    for side in (0, 1):
+        basis = optimizer.state[w][f"basis_{side}"].double()
+        assert (basis.T @ basis - torch.eye(24)).abs().max() < 1e-5
+
+
+def test_refreshes_are_spread_over_steps_by_cost() -> None:
+    params = [torch.zeros(n, n) for n in (64, 64, 64, 64, 32, 32, 8, 8)] + [torch.zeros(5)]
+    optimizer = AdaBayesK(params, refresh=4)
+    optimizer._spread_refreshes()
+    slots = optimizer._slots[1]
+    assert sorted(slots[:4]) == [0, 1, 2, 3]
+    loads = [sum(len(p) ** 3 for p, slot in zip(params[:8], slots) if slot == at) for at in range(4)]
+    assert max(loads) <= 2 * sum(loads) / 4
+    resumed = AdaBayesK(params, refresh=4)
+    resumed.load_state_dict(optimizer.state_dict())
+    resumed._spread_refreshes()
+    assert resumed._slots[1] == slots
+
+
+def test_convolutions_and_vocabularies_have_bases_where_they_fit() -> None:
+    shapes = {(8, 4, 3, 3): {0: 8, 1: 36}, (8, 40, 3, 3): {0: 8, 1: 9, 2: 40}, (100, 6): {1: 6}, (7,): {}, (): {}}
+    params = [torch.zeros(shape) for shape in shapes]
+    optimizer = AdaBayesK(params, max_size=40)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for p, sizes in zip(params, shapes.values()):
+        state = optimizer.state[p]
+        assert {name: len(x) for name, x in state.items() if name.startswith("basis")} == {
+            f"basis_{side}": size for side, size in sizes.items()
+        }
+        assert state["exp_avg"].numel() == p.numel()
+
+
+def test_three_modes_equal_the_same_tensor_rotated_by_hand() -> None:
+    x = torch.randn(2, 5, 7, 3, 3, dtype=F64)  # two convolutions
+    parts = torch.stack([eigenbasis.to_modes(c, max_size=10) for c in x])
+    assert parts.shape == (2, 5, 9, 7)
+    bases = [torch.stack([orthogonal(n, 10 * i + n) for i in range(2)]) for n in (5, 9, 7)]
+    turned = eigenbasis.rotate(parts, bases)
+    by_hand = torch.einsum("zakb,zai,zkj,zbl->zijl", parts, *bases)
+    torch.testing.assert_close(turned, by_hand)
+    torch.testing.assert_close(eigenbasis.rotate(turned, bases, back=True), parts)
+    for side, letters in enumerate(("zakb,zikb->zai", "zakb,zaib->zki", "zakb,zaki->zbi")):
+        torch.testing.assert_close(eigenbasis.factor(parts, side, 3), torch.einsum(letters, parts, parts))
+    assert torch.equal(eigenbasis.from_modes(parts[0], (5, 7, 3, 3)), x[0])
+
+
+def test_squares_are_carried_over_as_variances_of_uncorrelated_components() -> None:
+    """By sampling: components with these variances, in another basis."""
+    torch.manual_seed(0)
+    variances = torch.rand(3, 4, dtype=F64)
+    turns = [orthogonal(3, 1), orthogonal(4, 2)]
+    samples = torch.randn(200_000, 3, 4, dtype=F64) * variances.sqrt()
+    measured = (turns[0].T @ samples @ turns[1]).square().mean(0)
+    torch.testing.assert_close(eigenbasis.carried(variances, turns), measured, rtol=0.02, atol=0.0)
+
+
+def test_it_goes_on_from_adamw_without_a_jump() -> None:
+    """A step after the switch is of AdamW's size, and the loss goes on falling."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 20)
+    y = torch.sin(x @ torch.randn(20, 5))
+    model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
+    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def train(optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+        losses = []
+        for t in range(steps):
+            batch = torch.randint(256, (64,), generator=torch.Generator().manual_seed(t))
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x[batch]), y[batch])
+            loss.backward()
+            optimizer.step()
+            losses.append(nn.functional.mse_loss(model(x), y).item())
+        return losses
+
+    before = train(adamw, 200)
+    k = AdaBayesK(model.parameters(), lr=3e-3)
+    k.load_state_dict(k.from_adamw(adamw.state_dict()))
+    assert k.param_groups[0]["betas"] == (0.9, 0.99)
+    after = train(k, 100)
+    assert max(after[:20]) < 1.05 * before[-1]
+    assert after[-1] < 0.9 * before[-1]
+
+
+def test_gains_are_those_of_the_fixed_point_in_each_direction() -> None:
+    w = torch.zeros(4, 3)
+    optimizer = AdaBayesK([w], lr=0.1, lr_sgd=10.0)
+    w.grad = torch.randn(4, 3)
+    optimizer.step()
+    mean_square = optimizer.state[w]["exp_avg_sq"] / 0.01
+    torch.testing.assert_close(optimizer.effective_lr(w), fixed_point(mean_square, 0.1, 10.0), rtol=1e-4, atol=0)
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    w = torch.zeros(3, 3)
+    with pytest.raises(TypeError, match=r"takes no capturable. .* AdaBayesFP has it"):
+        AdaBayesK([w], capturable=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"takes no differentiable. .* AdaBayesFP has it"):
+        AdaBayesK([w], differentiable=True)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="Invalid refresh: 0"):
+        AdaBayesK([w], refresh=0)
+    with pytest.raises(ValueError, match=r"Invalid refresh: 2.5. It must be a whole number"):
+        AdaBayesK([w], refresh=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Invalid max_size: 0"):
+        AdaBayesK([w], max_size=0)
+    w.grad = torch.zeros(3, 3).to_sparse()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        AdaBayesK([w]).step()
