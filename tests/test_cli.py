@@ -109,6 +109,18 @@ def test_bench_measures_prints_writes_and_draws(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_bench_measures_optimizers_of_matrices(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    names = ["AdaBayes-K", "pytorch_optimizer.SOAP"]
+    chosen = [word for name in names for word in ("--optimizer", name)]
+    done = adabayes("bench", "--matrix", "--workload", "transformer", "--repeats", "2", *chosen, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    rows = {row["optimizer"]: row for row in json.loads(file.read_text())["rows"]}
+    assert set(rows) == {torch_steps.BASELINE, *names}
+    for row in rows.values():  # the mean, for steps differ
+        assert row["milliseconds"] == pytest.approx(1e3 * sum(row["seconds"]) / 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -133,6 +145,7 @@ def test_workloads_have_the_sizes_of_the_networks() -> None:
         "resnet34": 21_282_122,
         "one50m": 50_000_000,
         "gpt2": 124_439_808,
+        "transformer": 842_496,
     }
 
 

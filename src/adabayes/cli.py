@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--quick", action="store_true", help="small workloads and few repeats: about a minute")
     command.add_argument("--backend", choices=("torch", "jax"), default="torch", help="(default: torch)")
+    command.add_argument("--matrix", action="store_true", help="AdaBayes-K and its rivals: some minutes")
     command.add_argument("--threads", type=int, help="(default: torch's)")
     command.add_argument(
         "--workload", action="append", metavar="NAME", help=f"one of {', '.join(WORKLOADS)}; may be repeated"
@@ -105,7 +106,7 @@ def run_bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
 
     try:
         settings = measure.Settings.of(
-            args.quick, args.threads, args.workload, args.optimizer, args.repeats, args.backend
+            args.quick, args.threads, args.workload, args.optimizer, args.repeats, args.backend, args.matrix
         )
     except ValueError as error:
         parser.error(str(error))

@@ -20,7 +20,7 @@ import torch
 from adabayes import __version__, kernels
 from adabayes._machine import processor
 from adabayes.bench.report import Report, Row
-from adabayes.bench.workloads import QUICK, WORKLOADS
+from adabayes.bench.workloads import MATRIX, QUICK, WORKLOADS
 
 __all__ = ["Settings", "Step", "run"]
 
@@ -43,6 +43,7 @@ class Settings:
     threads: int
     repeats: int
     backend: str = "torch"
+    matrix: bool = False  # optimizers whose steps differ by turns, so that their mean counts
 
     @classmethod
     def of(
@@ -53,12 +54,15 @@ class Settings:
         optimizers: Sequence[str] | None = None,
         repeats: int | None = None,
         backend: str = "torch",
+        matrix: bool = False,
     ) -> Settings:
         """Fill in what is not given, and check the rest."""
         if backend == "jax" and threads is not None:
             raise ValueError("JAX takes the cores that the process may use: taskset -c 0 adabayes bench ...")
+        if backend == "jax" and matrix:
+            raise ValueError("--matrix is for torch; leave out --backend jax")
         module = _module(backend)
-        known = list(module.optimizers())
+        known = list(module.matrix_optimizers() if matrix else module.optimizers())
         chosen = tuple(optimizers or [name for name in known if not (quick and "single" in name)])
         # In JAX, the state is always in the hands of the caller.
         possible = [name for name, workload in WORKLOADS.items() if backend == "torch" or not workload.saved]
@@ -67,15 +71,16 @@ class Settings:
                 if name not in choices:
                     raise ValueError(f"unknown {kind} {name!r}; there are {', '.join(map(repr, choices))}")
         threads = torch.get_num_threads() if threads is None else threads
-        repeats = (10 if quick else 30) if repeats is None else repeats
+        repeats = (20 if matrix else 10 if quick else 30) if repeats is None else repeats
         if threads < 1 or repeats < 1:
             raise ValueError(f"threads {threads} and repeats {repeats} must be at least 1")
         return cls(
-            tuple(workloads or [name for name in possible if name in QUICK or not quick]),
+            tuple(workloads or (MATRIX if matrix else [name for name in possible if name in QUICK or not quick])),
             tuple(dict.fromkeys((module.BASELINE, *chosen))),
             threads,
             repeats,
             backend,
+            matrix,
         )
 
 
@@ -88,7 +93,7 @@ def run(settings: Settings) -> Report:
             row
             for workload in settings.workloads
             for names in _portions(workload, settings.optimizers)
-            for row in _measure(workload, names, settings.repeats, settings.backend)
+            for row in _measure(workload, names, settings)
         ]
     finally:
         torch.set_num_threads(threads)
@@ -110,8 +115,9 @@ def _portions(workload: str, names: tuple[str, ...]) -> Iterator[tuple[str, ...]
         yield (baseline, *others[i : i + size])
 
 
-def _measure(workload: str, names: tuple[str, ...], repeats: int, backend: str) -> Iterator[Row]:
-    module = _module(backend)
+def _measure(workload: str, names: tuple[str, ...], settings: Settings) -> Iterator[Row]:
+    module, repeats = _module(settings.backend), settings.repeats
+    typical = statistics.fmean if settings.matrix else statistics.median
     weights = WORKLOADS[workload].weights
     steps: dict[str, Step] = module.steps(WORKLOADS[workload], names)
     takes = {name: step.take for name, step in steps.items()}
@@ -136,21 +142,21 @@ def _measure(workload: str, names: tuple[str, ...], repeats: int, backend: str) 
     finally:
         gc.enable()
 
-    baseline = statistics.median(seconds[names[0]])
-    roof_speed = 28 * weights / statistics.median(seconds[ROOF]) / 1e9 if roof else None
+    baseline = typical(seconds[names[0]])
+    roof_speed = 28 * weights / typical(seconds[ROOF]) / 1e9 if roof else None
     for name in names:
-        median = statistics.median(seconds[name])
-        low, _, high = statistics.quantiles(seconds[name], n=4) if repeats > 1 else (median,) * 3
+        time_of_step = typical(seconds[name])
+        low, _, high = statistics.quantiles(seconds[name], n=4) if repeats > 1 else (time_of_step,) * 3
         state = steps[name].state_bytes() / weights
-        speed = (12 + 2 * state) * weights / median / 1e9
+        speed = (12 + 2 * state) * weights / time_of_step / 1e9
         yield Row(
             workload=workload,
             optimizer=name,
             weights=weights,
-            milliseconds=1e3 * median,
+            milliseconds=1e3 * time_of_step,
             low=1e3 * low,
             high=1e3 * high,
-            ratio=baseline / median,
+            ratio=baseline / time_of_step,
             state_bytes=state,
             gigabytes_per_second=speed,
             of_roof=None if roof_speed is None else speed / roof_speed,

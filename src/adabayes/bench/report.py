@@ -20,7 +20,7 @@ class Row:
     workload: str
     optimizer: str
     weights: int
-    milliseconds: float  # median
+    milliseconds: float  # median, or mean where steps differ by turns
     low: float  # quartiles
     high: float
     ratio: float  # speed over that of AdamW, torch's fused one or optax's

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adabayes import AdaBayes, AdaBayesFP, kernels
+from adabayes import AdaBayes, AdaBayesFP, AdaBayesK, kernels
 from adabayes.bench.measure import Step
 from adabayes.bench.workloads import Workload
 
-__all__ = ["BASELINE", "optimizers", "roof", "state_bytes", "steps"]
+__all__ = ["BASELINE", "matrix_optimizers", "optimizers", "roof", "state_bytes", "steps"]
 
 Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
 
@@ -54,6 +54,20 @@ def optimizers() -> dict[str, Maker]:
     return makers
 
 
+def matrix_optimizers() -> dict[str, Maker]:
+    """Return the optimizers that work on whole matrices, all with the same settings; others' where installed."""
+    makers: dict[str, Maker] = {
+        BASELINE: optimizers()[BASELINE],
+        "AdaBayes-K": lambda p: AdaBayesK(p, weight_decay=0.01),
+        "AdaBayes-K bf16": lambda p: AdaBayesK(p, weight_decay=0.01, state_dtype=torch.bfloat16),
+    }
+    if hasattr(torch.optim, "Muon"):
+        makers["Muon"] = _Muon
+    if importlib.util.find_spec("pytorch_optimizer"):
+        makers["pytorch_optimizer.SOAP"] = _soap
+    return makers
+
+
 def steps(workload: Workload, names: Sequence[str]) -> dict[str, Step]:
     """Make each optimizer with parameters of its own, and gradients that all share."""
     generator = torch.Generator().manual_seed(0)
@@ -61,7 +75,7 @@ def steps(workload: Workload, names: Sequence[str]) -> dict[str, Step]:
     grads = [0.01 * torch.randn(shape, generator=generator) for shape in workload.shapes()]
     for g in grads:
         g[g == 0] = 1e-3  # no dead weights, of which random numbers would make one in ten million
-    makers = optimizers()
+    makers = {**matrix_optimizers(), **optimizers()}
     made: dict[str, Step] = {}
     for name in names:
         params = [p.clone().requires_grad_() for p in start]
@@ -111,6 +125,28 @@ def _schedule_free(params: list[Tensor]) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = importlib.import_module("schedulefree").AdamWScheduleFree(params)
     optimizer.train()  # type: ignore[attr-defined]
     return optimizer
+
+
+def _soap(params: list[Tensor]) -> torch.optim.Optimizer:
+    module = importlib.import_module("pytorch_optimizer")
+    optimizer: torch.optim.Optimizer = module.SOAP(params, betas=(0.9, 0.99), max_precondition_dim=2048)
+    return optimizer
+
+
+class _Muon(torch.optim.Optimizer):
+    """Muon for matrices, AdamW for the rest."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {})
+        self._both: list[Any] = [
+            torch.optim.Muon([p for p in params if p.dim() == 2]),
+            torch.optim.AdamW([p for p in params if p.dim() != 2], fused=True),
+        ]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self._both:
+            optimizer.step()
+            self.state.update(optimizer.state)
 
 
 def _step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

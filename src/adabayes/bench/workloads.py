@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["QUICK", "WORKLOADS", "Shapes", "Workload"]
+__all__ = ["MATRIX", "QUICK", "WORKLOADS", "Shapes", "Workload"]
 
 Shapes = list[tuple[int, ...]]
 
@@ -70,6 +70,15 @@ def _gpt2() -> Shapes:
     return [*shapes, (wide,), (wide,)]
 
 
+def _transformer() -> Shapes:
+    wide, layers, words = 128, 4, 128
+    shapes: Shapes = [(words, wide), (128, wide)]
+    for _ in range(layers):
+        shapes += [(wide,), (wide,), (3 * wide, wide), (3 * wide,), (wide, wide), (wide,)]
+        shapes += [(wide,), (wide,), (4 * wide, wide), (4 * wide,), (wide, 4 * wide), (wide,)]
+    return [*shapes, (wide,), (wide,), (words, wide)]
+
+
 WORKLOADS = {
     "tiny": Workload(lambda: [(10,)] * 1000),
     "small": Workload(_small),
@@ -78,5 +87,7 @@ WORKLOADS = {
     "resnet34": Workload(_resnet34),
     "one50m": Workload(lambda: [(50_000_000,)]),
     "gpt2": Workload(_gpt2),
+    "transformer": Workload(_transformer),
 }
+MATRIX = ("transformer", "resnet34", "gpt2")
 QUICK = ("tiny", "small", "small-saved", "densenet121", "resnet34")
