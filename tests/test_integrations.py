@@ -27,12 +27,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader, Dataset
 
-from adabayes import AdaBayes, AdaBayesFP, AdaBound, param_groups
+from adabayes import AdaBayes, AdaBayesFP, AdaBayesK, AdaBound, param_groups
 from adabayes.diagnostics import Observer, regimes
 from tests.conftest import Maker, all_state, assert_same
 
-CLASSES = pytest.mark.parametrize("cls", [AdaBayes, AdaBayesFP, AdaBound])
-PAIR = pytest.mark.parametrize("cls", [AdaBayes, AdaBayesFP])
+CLASSES = pytest.mark.parametrize("cls", [AdaBayes, AdaBayesFP, AdaBayesK, AdaBound])
+PAIR = pytest.mark.parametrize("cls", [AdaBayes, AdaBayesFP, AdaBayesK])
 
 BATCH, ACCUMULATE, BATCHES, STEPS = 8, 2, 8, 8  # four steps are an epoch
 LR, DECAY, CLIP = 1e-2, 0.1, 0.25
@@ -170,7 +170,7 @@ def test_the_trainer_resumes_in_the_middle_of_an_epoch_bit_for_bit(cls: Maker, t
 def test_the_trainers_warm_up_from_zero_leaves_each_group_its_base(cls: type[AdaBayes], tmp_path: Path) -> None:
     net = Net()
     groups = [{"params": net.inner.parameters(), "lr": 1e-2}, {"params": net.outer.parameters(), "lr": 1e-3}]
-    optimizer = cls(groups, lr_sgd=0.2)
+    optimizer = cls(groups, lr=1e-3, lr_sgd=0.2)
     training = InOrder(net, trainer_arguments(tmp_path), train_dataset=Points(), optimizers=(optimizer, None))
     started = []
     optimizer.register_step_pre_hook(lambda o, *_: started.append([group["lr"] for group in o.param_groups]))
@@ -334,7 +334,7 @@ def test_lightning_trains_in_bf16_autocast_with_fp32_state(cls: Maker) -> None:
 
 
 @LIGHTNING
-@PAIR
+@pytest.mark.parametrize("cls", [AdaBayes, AdaBayesFP])
 @pytest.mark.parametrize("fused", [None, True])
 def test_lightning_refuses_to_clip_scaled_gradients_of_fused_true_alone(
     cls: type[AdaBayes], fused: bool | None

@@ -9,9 +9,9 @@ they are installed.
 
 The workload small-saved is small after optimizer.state_dict() has been called, as it is after a checkpoint.
 
-With --matrix, optimizers that work on whole matrices are timed at the same settings: AdaBayes-K, torch's Muon (matrices;
-AdamW for the rest), and the SOAP of the package pytorch_optimizer where it is installed. Some of their steps take longer
-than others, so the table has the mean over 20 steps, in which each basis is refreshed twice.
+With --matrix, optimizers that work on whole matrices are timed at the same settings: AdaBayes-K, torch's Muon (AdamW
+for what is not a matrix), and the SOAP of the package pytorch_optimizer where it is installed. Some of their steps take
+longer than others, so the table has the mean over 20 steps, in which each basis is refreshed twice.
 
 With --backend jax, jitted steps of adabayes.optax are timed against optax.adamw.
 """

@@ -71,7 +71,7 @@ typedef struct {
 typedef struct {
     common_numbers common;
     double eps;
-    double cautious, centred; /* whether: not 0 */
+    double centred; /* whether: not 0 */
 } adabayes_fp_numbers;
 
 typedef struct {

@@ -49,9 +49,7 @@ NUMBERS = {
         "AdaBayesNumbers",
         dict.fromkeys((*_COMMON, "forget", "noise", "information", "half", "slope"), ctypes.c_double),
     ),
-    "adabayes_fp_step": _structure(
-        "AdaBayesFPNumbers", dict.fromkeys((*_COMMON, "eps", "cautious", "centred"), ctypes.c_double)
-    ),
+    "adabayes_fp_step": _structure("AdaBayesFPNumbers", dict.fromkeys((*_COMMON, "eps", "centred"), ctypes.c_double)),
     "adabayes_stream": _structure("StreamNumbers", dict.fromkeys(_COMMON, ctypes.c_double)),
 }
 

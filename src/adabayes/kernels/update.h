@@ -10,7 +10,7 @@
 /* predict: gain + (noise - forget * gain); update: prior / (1 + prior * B g^2). A filter that has not started, whose
  * state is all zero, starts at the fixed point of its first gradient (or, if slope is 0, at lr_sgd). */
 #define FILTER(MAY_START, from)                                                                                    \
-    for (int32_t i = from; i < from + UNIT; i++) {                                                                          \
+    for (int32_t i = from; i < from + UNIT; i++) {                                                                 \
         const uint32_t who = (first + (uint32_t)i) ^ key, random = mix(who), more = mix(who ^ PARAM_STREAM);       \
         const REAL gi = (REAL)LOAD_PARAM(g[i]);                                                                    \
         const REAL old = (REAL)LOAD_STATE(m[i]), before = (REAL)LOAD_STATE(s[i]);                                  \
@@ -53,8 +53,8 @@ RUN(adabayes) {
     }
 }
 
-/* As an option, the variance is that of what the average did not foresee, and what opposes the gradient stays. */
-#define SETTLED(CENTRED, CAUTIOUS)                                                                                 \
+/* As an option, the variance is that of what the average did not foresee. */
+#define SETTLED(CENTRED)                                                                                           \
     for (int32_t i = 0; i < count; i++) {                                                                          \
         const uint32_t who = (first + (uint32_t)i) ^ key, random = mix(who), more = mix(who ^ PARAM_STREAM);       \
         const REAL gi = (REAL)LOAD_PARAM(g[i]);                                                                    \
@@ -63,9 +63,8 @@ RUN(adabayes) {
         const REAL seen = CENTRED ? gi - old * (REAL)(1 / unscale) : gi;                                           \
         const REAL product = weight2 * (seen * seen); /* whose square may overflow */                              \
         const REAL square = before * beta2 + (product <= LARGEST ? product : weight2 * seen * seen);               \
-        const REAL moving = CAUTIOUS && !((mean > 0 && gi > 0) || (mean < 0 && gi < 0)) ? 0 : mean;                \
         const REAL kept = shrink == 0 ? 0 : (REAL)LOAD_PARAM(p[i]) * shrink; /* if 0, it need not be a number */   \
-        const REAL moved = kept - size * (moving / (SQRT(square + inside) + outside));                             \
+        const REAL moved = kept - size * (mean / (SQRT(square + inside) + outside));                               \
         p[i] = STORE_PARAM(moved, more);                                                                           \
         m[i] = STORE_STATE(mean, random);                                                                          \
         v[i] = STORE_STATE(square, random >> 16);                                                                  \
@@ -87,14 +86,10 @@ RUN(adabayes_fp) {
     const REAL size = (REAL)(c->common.rate * root / bias->first);
     (void)round_params;
 
-    if (c->cautious != 0 && c->centred != 0) {
-        SETTLED(1, 1)
-    } else if (c->cautious != 0) {
-        SETTLED(0, 1)
-    } else if (c->centred != 0) {
-        SETTLED(1, 0)
+    if (c->centred != 0) {
+        SETTLED(1)
     } else {
-        SETTLED(0, 0)
+        SETTLED(0)
     }
 }
 

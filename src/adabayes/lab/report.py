@@ -27,11 +27,12 @@ _STYLES = {
     "adamw": ("#0072b2", "#7cc4f5", "solid"),
     "adabayes-fp": ("#aa4499", "#e796dc", "dashdot"),
     "adabayes": ("#117733", "#6fd69c", "solid"),
+    "adabayes-k": ("#d81b60", "#ff6fa3", "solid"),
 }
 _SPARE = [("#1f7a8c", "#7fd6e6"), ("#a23b22", "#ff9d85"), ("#4d6b00", "#b6d957"), ("#5c4a3a", "#cbb49f")]
 _SPARE_DASHES = ("longdash", "dashdot", "dot", "dash")
 _POINTS = 40_000  # of all learning-rate figures of a page, which has to stay small
-_OURS = ("adabayes", "adabayes-fp")
+_OURS = ("adabayes", "adabayes-fp", "adabayes-k")
 _BOUNDS = ("adabound", "amsbound")
 # The paper's main figure, and those of its appendix.
 _PRESETS = (

@@ -33,8 +33,8 @@ class _Numbers(NamedTuple):
 SETTLED = Kernel(
     "adabayes_fp_step",
     "exp_avg_sq",
-    lambda c: {"eps": c.eps, "cautious": c.cautious, "centred": c.centred},
-    serves=lambda group: not group["cautious"],  # which takes two passes: one to count what is kept
+    lambda c: {"eps": c.eps, "centred": c.centred},
+    serves=lambda group: not group["cautious"],  # which takes two passes: one to see what is kept
 )
 
 
@@ -65,8 +65,8 @@ class AdaBayesFP(TwoRateOptimizer):
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
         reduction: ``"mean"`` or ``"sum"``: how the loss was reduced over the minibatch.
         batch_size: needed with ``reduction="sum"``; otherwise it has cancelled.
-        cautious: leave out what opposes the newest gradient, and scale up the rest by the share that is kept; without
-            the kernel.
+        cautious: leave out what opposes the newest gradient, and scale up the rest, so that the step stays as long;
+            without the kernel.
         centred: average the squares of what the average did not foresee, :math:`(g_t - m_{t-1})^2`, in place of
             :math:`g_t^2`. It vanishes, and with it the bound on the step, where gradients have no noise: not for
             full batches.
@@ -148,8 +148,8 @@ class AdaBayesFP(TwoRateOptimizer):
         root = (1 - c.beta2**t) ** 0.5
         half = root * (c.eps / 2)
         denominator = mean_square.add(half * half).sqrt_().add_(half)
-        moving = mean.map(agreeing, gradient) if c.cautious else mean
-        return Step(moving, denominator, size=c.rate * root / (1 - c.beta1**t))
+        step = Step(mean, denominator, size=c.rate * root / (1 - c.beta1**t))
+        return step.cautious(gradient) if c.cautious else step
 
     def numbers(self, group: Group, lr: Scalar) -> Any:
         beta1, beta2 = group["betas"]
@@ -185,15 +185,3 @@ class AdaBayesFP(TwoRateOptimizer):
         # With the gradient in units of the crossover, both learning rates are 1.
         gain: Tensor = fixed_point(mean_square / self._eps(group) ** 2, 1.0, 1.0)
         return gain
-
-
-def agreeing(mean: Tensor, gradient: Tensor) -> Tensor:
-    """Leave out of an average what opposes the newest gradient; scale up the rest by the share that is kept."""
-    kept = mean * (mean.sign() * gradient.sign() > 0)
-    return kept / share_kept(kept, gradient)
-
-
-def share_kept(kept: Tensor, gradient: Tensor) -> Tensor:
-    """Return the share of the weights with a gradient that are kept, but at least a tenth."""
-    count, of = (x.sign().abs().sum() for x in (kept, gradient))  # faster than count_nonzero
-    return (count / of.clamp_min(1)).clamp_min(0.1)

@@ -16,7 +16,7 @@ from adabayes.optim._engine import Batch, Group, Step
 from adabayes.optim._stack import stack, stack_
 from adabayes.optim._state import Entry
 from adabayes.optim._tensors import Scalar, as_float, real_view
-from adabayes.optim.adabayes_fp import SETTLED, AdaBayesFP, share_kept
+from adabayes.optim.adabayes_fp import SETTLED, AdaBayesFP
 
 __all__ = ["AdaBayesK"]
 
@@ -78,7 +78,7 @@ class AdaBayesK(AdaBayesFP):
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
         refresh: steps from one update of a basis to the next.
         max_size: of a side that is rotated. A matrix takes 2 (m² + n²) numbers of state beside AdamW's 2 mn.
-        cautious: leave out what opposes the newest gradient, and scale up the rest by the share that is kept.
+        cautious: leave out what opposes the newest gradient, and scale up the rest, so that the step stays as long.
         centred: average the squares of what the average did not foresee, :math:`(G' - M_{t-1})^2`, in place of
             :math:`G'^2`. It vanishes, and with it the bound on the step, where gradients have no noise: not for full
             batches.
@@ -167,15 +167,12 @@ class AdaBayesK(AdaBayesFP):
 
     def _by_kernel(self, gradient: Batch, state: dict[str, Batch], c: _Numbers, t: Scalar) -> Step | None:
         """Do what AdaBayes-FP does by its kernel, if there is one for these tensors."""
-        if c.fused is False:
+        averages = state["exp_avg"].tensors, state["exp_avg_sq"].tensors
+        moves = None if c.fused is False else SETTLED.direction(gradient.tensors, *averages, c, as_float(t))
+        if moves is None:
             return None
-        moves = SETTLED.direction(
-            gradient.tensors, state["exp_avg"].tensors, state["exp_avg_sq"].tensors, c, as_float(t)
-        )
-        if moves is not None and c.cautious:  # the kernel has left out what opposes the gradient
-            for move, g in zip(moves, gradient.tensors):
-                move.div_(share_kept(move, g))
-        return None if moves is None else Step(Batch(list(moves), True))
+        step = Step(Batch(list(moves), True))
+        return step.cautious(gradient) if c.cautious else step
 
     def _learn_(self, g: Tensor, indices: Sequence[int], state: dict[str, Batch], c: _Numbers, t: Scalar) -> None:
         """Let the factors follow the gradient, and refresh the bases that are due."""
