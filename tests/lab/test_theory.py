@@ -6,11 +6,12 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
-from adabayes import AdaBayes, filtering
-from adabayes.lab import theory
+from adabayes import AdaBayes, filtering, matrix_filtering
+from adabayes.lab import theory, theory_matrix
 from tests.lab.conftest import adabayes
 
 if TYPE_CHECKING:
@@ -36,6 +37,36 @@ def test_claims_fail_when_the_mathematics_is_wrong(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(filtering, "update", lambda prior, curvature: prior / (1 + 1.1 * prior * curvature))
     assert not all(check.passed for check in theory.kalman().checks)
     assert not all(check.passed for check in theory.fixed_points().checks)
+
+
+def failed(topic: theory.Topic) -> list[int]:
+    return [i for i, check in enumerate(topic.checks) if not check.passed]
+
+
+def test_claims_about_the_matrix_fail_when_its_closed_form_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fixed_point", "exact_fixed_point"):
+        right = getattr(matrix_filtering, name)
+        monkeypatch.setattr(matrix_filtering, name, lambda *args, right=right: 1.03 * right(*args))
+    # Where the filter settles, its errors, and the limits; not what is measured without a closed form.
+    assert failed(theory_matrix.matrix()) == [0, 1, 2, 3, 4, 5, 6, 8]
+
+
+def test_claims_about_the_matrix_fail_when_its_filter_or_basis_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = matrix_filtering.update
+    monkeypatch.setattr(matrix_filtering, "update", lambda prior, H: right(prior, 1.1 * H))
+    monkeypatch.setattr(theory_matrix, "basis_of", lambda x: np.eye(len(x)))
+    found = failed(theory_matrix.matrix())
+    assert {0, 1, 7, 9, 10, 11, 12} <= set(found)
+    assert not {2, 4, 5, 6, 8} & set(found)  # these are about the closed form alone
+
+
+def test_claims_about_rotations_fail_in_other_bases_and_for_other_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    adam, sgd = theory_matrix.OPTIMIZERS["Adam"], theory_matrix.OPTIMIZERS["SGD"]
+    monkeypatch.setattr(theory_matrix, "OPTIMIZERS", {"SGD": adam, "Adam": sgd, "AdaBayes-K": adam})
+    monkeypatch.setattr(theory_matrix, "basis_of", lambda x: np.eye(len(x)))
+    right = theory_matrix._learned_by_sgd
+    monkeypatch.setattr(theory_matrix, "_learned_by_sgd", lambda *args: 1.03 * right(*args))
+    assert failed(theory_matrix.rotation()) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.fixture(scope="module")

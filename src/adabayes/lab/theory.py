@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from scipy.optimize import minimize_scalar
@@ -19,45 +16,14 @@ from scipy.signal import lfilter
 
 from adabayes import AdaBayes, AdaBayesFP, filtering
 from adabayes.lab import figures, page
+from adabayes.lab.claims import Check, Floats, Topic, TopicMaker, relative, worst
 from adabayes.lab.store import write_atomically
+from adabayes.lab.theory_matrix import matrix, rotation
 
-__all__ = ["TOPICS", "Check", "Topic", "draw", "table", "write", "write_explorer"]
+__all__ = ["TOPICS", "Check", "Topic", "TopicMaker", "draw", "table", "write", "write_explorer"]
 
 LR, LR_SGD, BATCH = 1e-3, 0.1, 128  # the paper's settings
 CROSSOVER = LR / LR_SGD
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Check:
-    """A claim: what was measured, what the theory predicts, and by how much the two may differ."""
-
-    claim: str
-    measured: float
-    predicted: float
-    within: float
-
-    @property
-    def passed(self) -> bool:
-        return abs(self.measured - self.predicted) <= self.within
-
-    def cells(self) -> tuple[str, ...]:
-        numbers = (f"{value:.5g}" for value in (self.measured, self.predicted))
-        return (self.claim, *numbers, f"{self.within:.1g}", "pass" if self.passed else "FAIL")
-
-
-@dataclass(frozen=True)
-class Topic:
-    """A part of the theory: its claims, and a picture."""
-
-    name: str
-    title: str
-    text: str
-    checks: tuple[Check, ...]
-    draw: Callable[[Figure], None]
-
-
-TopicMaker = Callable[[], Topic]
 
 
 def drift() -> Topic:
@@ -118,12 +84,12 @@ def drift() -> Topic:
         (
             Check("best w_i by search, against -H_ij w_j / H_ii: largest difference", worst, 0.0, 1e-6),
             Check("w_j learns by SGD, w_i rests: the optimum's decay, 1 - lr H_jj", decay, 1 - lr * H[1, 1], 1e-3),
-            _relative("... and the noise, (lr H_ij / H_ii)² H_jj", noise, noise_of_sgd, 0.01),
+            relative("... and the noise, (lr H_ij / H_ii)² H_jj", noise, noise_of_sgd, 0.01),
             Check("if 20 others are Ornstein-Uhlenbeck processes: 1 - k", decay_of_many, 1 - k, 1e-3),
-            _relative("... and the noise, η_μ² HᵀH / H_ii² (Eq. 15 and what it lacks)", noise_of_many, predicted, 0.01),
-            _relative("a regression's gradients: their mean, H_ii (w* - μ)",
+            relative("... and the noise, η_μ² HᵀH / H_ii² (Eq. 15 and what it lacks)", noise_of_many, predicted, 0.01),
+            relative("a regression's gradients: their mean, H_ii (w* - μ)",
                       at_estimate.mean(), H[0, 0] * (best - estimate[0]), 0.01),
-            _relative("... and, at the truth, their variance, H_ii (Fisher)", at_truth.var(), H[0, 0], 0.01),
+            relative("... and, at the truth, their variance, H_ii (Fisher)", at_truth.var(), H[0, 0], 0.01),
         ),
         draw,
     )  # fmt: skip
@@ -168,10 +134,10 @@ def gain() -> Topic:
         "Real AdaBayes steps at the paper's settings, on gradients of 1e-5 to 1e2: its Figure 3, without a network "
         "(Eq. 17, 18, 21).",
         (
-            Check("steady gradients, 7 decades: gain / exact fixed point - 1, at worst", _worst(gains, exact), 0, 1e-6),
+            Check("steady gradients, 7 decades: gain / exact fixed point - 1, at worst", worst(gains, exact), 0, 1e-6),
             Check("fluctuating, up to rms 0.1: mean gain / the paper's - 1, at worst",
-                  _worst(averaged.numpy()[below], paper[below]), 0, 0.05),
-            _relative("rms 1e-5: the gain is lr_sgd", float(gains[0]), LR_SGD, 1e-3),
+                  worst(averaged.numpy()[below], paper[below]), 0, 0.05),
+            relative("rms 1e-5: the gain is lr_sgd", float(gains[0]), LR_SGD, 1e-3),
         ),
         draw,
     )  # fmt: skip
@@ -219,7 +185,7 @@ def limits() -> Topic:
     summed = displacement(lambda p: torch.optim.SGD(p, lr=LR_SGD * (1 - 0.9), momentum=0.9), since=1000)
     averaged = displacement(lambda p: AdaBayesFP(p, lr=LR, lr_sgd=LR_SGD), since=1000)
     with_momentum = abs(averaged / summed - 1)
-    decayed = _worst(fp(1e15, weight_decay=0.05, start=1.0), adamw(0.05, 1.0))
+    decayed = worst(fp(1e15, weight_decay=0.05, start=1.0), adamw(0.05, 1.0))
 
     def draw(figure: Figure) -> None:
         ax = figure.subplots()
@@ -238,14 +204,14 @@ def limits() -> Topic:
         f"How far weights have moved after {steps} steps, against torch.optim.SGD and torch.optim.AdamW on the same "
         "gradients. AdaBayes-FP nears AdamW without end; the filter in a window, up to rms(g) = 1 / (B lr).",
         (
-            _relative("FP, 1/100 of the crossover: distance to SGD", to_sgd["AdaBayes-FP"][low],
+            relative("FP, 1/100 of the crossover: distance to SGD", to_sgd["AdaBayes-FP"][low],
                       1 - fixed[low] / LR_SGD, 1e-6),
-            _relative("... with momentum, torch's at lr_sgd / 10, from step 1000", with_momentum[low],
+            relative("... with momentum, torch's at lr_sgd / 10, from step 1000", with_momentum[low],
                       1 - fixed[low] / LR_SGD, 1e-6),
-            _relative("AdaBayes, the same without", to_sgd["AdaBayes"][low], 1 - exact[low] / LR_SGD, 1e-3),
-            _relative("FP, 100 x the crossover: distance to AdamW", to_adam["AdaBayes-FP"][high],
+            relative("AdaBayes, the same without", to_sgd["AdaBayes"][low], 1 - exact[low] / LR_SGD, 1e-3),
+            relative("FP, 100 x the crossover: distance to AdamW", to_adam["AdaBayes-FP"][high],
                       1 - fixed[high] * sizes[high] / LR, 1e-6),
-            _relative("AdaBayes, in the middle of its window", to_adam["AdaBayes"][middle],
+            relative("AdaBayes, in the middle of its window", to_adam["AdaBayes"][middle],
                       1 - exact[middle] * sizes[middle] / LR, 0.05),
             Check("FP at lr_sgd = 1e15, with weight decay: distance to AdamW", decayed, 0, 1e-10),
         ),
@@ -266,7 +232,7 @@ def fixed_points() -> Topic:
         for _ in range(40_000):
             variance = filtering.update(filtering.predict(variance, dynamics), curvature)
         settled[name] = variance
-    errors = {name: _worst(settled[name], filtering.exact_fixed_point(curvature, both[name])) for name in both}
+    errors = {name: worst(settled[name], filtering.exact_fixed_point(curvature, both[name])) for name in both}
     at = int(abs(sizes - 2.5).argmin())
     shortfall = 1 - settled["exact"][at] / paper[at]
     # To first order in x = B lr rms(g), where the term that Eq. 20 drops is x of what it keeps.
@@ -291,9 +257,9 @@ def fixed_points() -> Topic:
             Check("exact dynamics, iterated, against the quadratic: at worst", errors["exact"], 0, 1e-9),
             Check("Euler's, the same", errors["Euler"], 0, 1e-9),
             Check("up to rms 0.1: settled / the paper's - 1, at worst",
-                  _worst(settled["exact"][sizes <= 0.1], paper[sizes <= 0.1]), 0, 0.01),
-            _relative("rms 2.5: how far below the paper's", shortfall, predicted, 0.01),
-            _relative("rms 1000: gain B g²", settled["exact"][-1] * curvature[-1], 1.0, 0.01),
+                  worst(settled["exact"][sizes <= 0.1], paper[sizes <= 0.1]), 0, 0.01),
+            relative("rms 2.5: how far below the paper's", shortfall, predicted, 0.01),
+            relative("rms 1000: gain B g²", settled["exact"][-1] * curvature[-1], 1.0, 0.01),
         ),
         draw,
     )  # fmt: skip
@@ -311,7 +277,7 @@ def normalisers() -> Topic:
         g = sizes * (2 * random.integers(2) - 1)
         fading = filtering.update(filtering.predict(fading, filtering.fading_memory(lam)), filtering.curvature(g))
         s = (1 - lam) * s + lam * g**2  # variational online Newton: Eq. 7 of Khan et al. (2018), without its prior
-        von = max(von, _worst(lam / s, fading))
+        von = max(von, worst(lam / s, fading))
         drifting = filtering.update(filtering.predict(drifting, noise), filtering.curvature(g))
     predicted = filtering.mean_square_fixed_point(sizes**2, lam)
 
@@ -336,7 +302,7 @@ def normalisers() -> Topic:
         (
             Check("forgetting: slope of log gain over log gradient", slope(fading), -2.0, 1e-6),
             Check("drift: the same slope", slope(drifting), -1.0, 0.03),
-            Check("forgetting, settled: gain / (λ / g²) - 1, at worst", _worst(fading, predicted), 0, 1e-6),
+            Check("forgetting, settled: gain / (λ / g²) - 1, at worst", worst(fading, predicted), 0, 1e-6),
             Check("variational online Newton, step by step, against forgetting", von, 0, 1e-9),
         ),
         draw,
@@ -385,10 +351,10 @@ def schedule() -> Topic:
         'With dynamics="exact" the schedule scales the step, and every weight follows at once. In the paper\'s '
         "algorithm it goes into the filter, whose memory has become ten times as long.",
         (
-            _relative("exact, SGD-like: learning rate one step after the drop", next_step("exact", 0), 0.1, 1e-3),
-            _relative("exact, Adam-like: the same", next_step("exact", 1), 0.1, 1e-3),
-            _relative("paper, SGD-like: how much less after a step", 1 - next_step("paper", 0), 0.9 / memory, 0.01),
-            _relative("paper, SGD-like: steps to 1/e of the way, lr_sgd / (B lr²)", steps_taken, memory, 0.01),
+            relative("exact, SGD-like: learning rate one step after the drop", next_step("exact", 0), 0.1, 1e-3),
+            relative("exact, Adam-like: the same", next_step("exact", 1), 0.1, 1e-3),
+            relative("paper, SGD-like: how much less after a step", 1 - next_step("paper", 0), 0.9 / memory, 0.01),
+            relative("paper, SGD-like: steps to 1/e of the way, lr_sgd / (B lr²)", steps_taken, memory, 0.01),
         ),
         draw,
     )  # fmt: skip
@@ -451,17 +417,17 @@ def kalman() -> Topic:
         (
             Check("mean, against the joint posterior: largest difference",
                   float(abs(means - brute[:, 0]).max()), 0, 1e-9),
-            Check("variance, the same", _worst(variances, brute[:, 1]), 0, 1e-9),
-            _relative("squared error / variance, 40,000 paths: calibrated",
+            Check("variance, the same", worst(variances, brute[:, 1]), 0, 1e-9),
+            relative("squared error / variance, 40,000 paths: calibrated",
                       (squared[late, 0] / squared[late, 1]).mean(), 1.0, 0.01),
-            _relative("⟨g²⟩ / H: what g² in place of H overstates, 1 + H s²_prior",
+            relative("⟨g²⟩ / H: what g² in place of H overstates, 1 + H s²_prior",
                       (squared[late, 2] / H[late]).mean(), (1 + H[late] * priors[late]).mean(), 0.01),
         ),
         draw,
     )  # fmt: skip
 
 
-TOPICS: tuple[TopicMaker, ...] = (drift, gain, limits, fixed_points, normalisers, schedule, kalman)
+TOPICS: tuple[TopicMaker, ...] = (drift, gain, limits, fixed_points, normalisers, schedule, kalman, matrix, rotation)
 
 
 # Out
@@ -508,15 +474,6 @@ def write_explorer(out: Path) -> Path:
 # Pieces
 
 _HEADER = ("claim", "measured", "predicted", "within", "")
-
-
-def _relative(claim: str, measured: Any, predicted: Any, within: float) -> Check:
-    return Check(claim, float(measured), float(predicted), within * abs(float(predicted)))
-
-
-def _worst(values: Any, expected: Any) -> float:
-    """The largest relative difference."""
-    return float(np.max(np.abs(values / expected - 1)))
 
 
 def _autoregression(decay: float, noise: Floats) -> Floats:
