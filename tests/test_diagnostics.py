@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from adabayes import AdaBayes, AdaBayesFP
+from adabayes import AdaBayes, AdaBayesFP, AdaBayesK
 from adabayes.bench.torch_steps import state_bytes
-from adabayes.diagnostics import Observer, memory_plan, regimes
+from adabayes.diagnostics import Observer, matrix_memory_plan, memory_plan, regimes
 from adabayes.filtering import fixed_point
 
 matplotlib.use("agg")
@@ -284,3 +284,37 @@ def test_the_memory_plan_is_what_is_measured(low: bool) -> None:
     assert memory_plan(8e9, 8).seconds(28e9) == 1
     with pytest.raises(ValueError, match="devices 0 at least 1"):
         memory_plan(1e9, 0)
+
+
+@pytest.mark.parametrize("max_size", [4, 8, 2048])
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [
+        (torch.float32, None),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float64, None),
+    ],
+)
+def test_the_plan_for_matrices_is_what_is_measured(
+    max_size: int, dtype: torch.dtype, state_dtype: torch.dtype | None
+) -> None:
+    shapes = [(5,), (), (6, 4), (12, 3), (3, 1), (4, 3, 2, 2), (9, 9), (0, 3)]
+    params = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn(p.shape).to(dtype)
+    optimizer = AdaBayesK(params, max_size=max_size, state_dtype=state_dtype)
+    optimizer.step()
+    plan = matrix_memory_plan((p.shape for p in params), max_size, param_dtype=dtype, state_dtype=state_dtype)
+    scalars = 2 * (state_dtype or optimizer.state[params[1]]["exp_avg"].dtype).itemsize  # counted as steps are: not
+    assert plan.state == state_bytes(optimizer) + scalars
+    assert plan.parameters == plan.gradients == sum(p.nbytes for p in params)
+
+
+def test_the_plan_for_matrices_in_numbers() -> None:
+    """2 mn + 2 (m² + n²) of them; AdaBayes-FP's where nothing is rotated."""
+    assert matrix_memory_plan([(30, 20), (10,)]).state == 4 * (2 * 610 + 2 * (30**2 + 20**2))
+    assert matrix_memory_plan([(30, 20)], max_size=20).state == 4 * (2 * 600 + 2 * 20**2)
+    assert matrix_memory_plan([(30, 20)], state_dtype=torch.bfloat16).state == 2 * 2 * 600 + 4 * 2 * (30**2 + 20**2)
+    assert matrix_memory_plan([(30, 20), (10,)], max_size=19) == memory_plan(610)

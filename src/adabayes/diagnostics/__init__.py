@@ -12,7 +12,7 @@
 
 from adabayes._regimes import QUANTILES, Regime, Regimes
 from adabayes.diagnostics.check import check
-from adabayes.diagnostics.memory import MemoryPlan, memory_plan
+from adabayes.diagnostics.memory import MemoryPlan, matrix_memory_plan, memory_plan
 from adabayes.diagnostics.observer import Observer, Points, draw_rates
 from adabayes.diagnostics.regimes import regimes
 
@@ -25,6 +25,7 @@ __all__ = [
     "Regimes",
     "check",
     "draw_rates",
+    "matrix_memory_plan",
     "memory_plan",
     "regimes",
 ]
