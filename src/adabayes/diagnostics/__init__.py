@@ -12,12 +12,15 @@
 
 from adabayes._regimes import QUANTILES, Regime, Regimes
 from adabayes.diagnostics.check import check
+from adabayes.diagnostics.correlations import Correlation, Correlations
 from adabayes.diagnostics.memory import MemoryPlan, matrix_memory_plan, memory_plan
 from adabayes.diagnostics.observer import Observer, Points, draw_rates
 from adabayes.diagnostics.regimes import regimes
 
 __all__ = [
     "QUANTILES",
+    "Correlation",
+    "Correlations",
     "MemoryPlan",
     "Observer",
     "Points",
