@@ -193,6 +193,10 @@ def test_the_verdict(gradients: list[Tensor], verdict: str) -> None:
     assert max(map(len, watch.table().splitlines())) <= 80
 
 
+def test_the_verdict_where_nothing_would_be_rotated() -> None:
+    assert "AdaBayes-K would be AdaBayes-FP" in watched(drawn(scales(6), scales(6), 20), max_size=5).table()
+
+
 def test_no_gradient_at_all_is_no_error() -> None:
     watch = watched([torch.zeros(3, 2)] * 20)
     assert watch.total == 0

@@ -140,9 +140,10 @@ class Correlations:
     def verdict(self) -> str:
         """Whether AdaBayes-K is worth a try, in a sentence or two."""
         total, steps = self.total, max((layer.steps for layer in self.layers()), default=0)
-        if total is None or steps < _ENOUGH:
-            what = "No matrix of these sizes has been seen." if total is None and steps else f"Seen {steps} gradients."
-            return f"{what} It takes {_ENOUGH} to tell."
+        if steps < _ENOUGH:
+            return f"Seen {steps} gradients. It takes {_ENOUGH} to tell."
+        if total is None:
+            return "All sides are larger than max_size: AdaBayes-K would be AdaBayes-FP here."
         told = f"{_percent(total)} of the covariance is off the diagonal, over {steps} gradients."
         if total < 0.1:
             return f"{told} AdaBayes-K would be much like AdaBayes-FP here, and slower."
