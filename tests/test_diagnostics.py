@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from adabayes import AdaBayes, AdaBayesFP
+from adabayes import AdaBayes, AdaBayesFP, AdaBayesK
 from adabayes.bench.torch_steps import state_bytes
-from adabayes.diagnostics import Observer, memory_plan, regimes
+from adabayes.diagnostics import Observer, matrix_memory_plan, memory_plan, regimes
 from adabayes.filtering import fixed_point
 
 matplotlib.use("agg")
@@ -284,3 +284,118 @@ def test_the_memory_plan_is_what_is_measured(low: bool) -> None:
     assert memory_plan(8e9, 8).seconds(28e9) == 1
     with pytest.raises(ValueError, match="devices 0 at least 1"):
         memory_plan(1e9, 0)
+
+
+@pytest.mark.parametrize("max_size", [4, 8, 2048])
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [
+        (torch.float32, None),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float64, None),
+    ],
+)
+def test_the_plan_for_matrices_is_what_is_measured(
+    max_size: int, dtype: torch.dtype, state_dtype: torch.dtype | None
+) -> None:
+    shapes = [(5,), (), (6, 4), (12, 3), (3, 1), (4, 3, 2, 2), (9, 9), (0, 3)]
+    params = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn(p.shape).to(dtype)
+    optimizer = AdaBayesK(params, max_size=max_size, state_dtype=state_dtype)
+    optimizer.step()
+    plan = matrix_memory_plan((p.shape for p in params), max_size, param_dtype=dtype, state_dtype=state_dtype)
+    scalars = 2 * (state_dtype or optimizer.state[params[1]]["exp_avg"].dtype).itemsize  # counted as steps are: not
+    assert plan.state == state_bytes(optimizer) + scalars
+    assert plan.parameters == plan.gradients == sum(p.nbytes for p in params)
+
+
+def test_the_plan_for_matrices_in_numbers() -> None:
+    """2 mn + 2 (m² + n²) of them; AdaBayes-FP's where nothing is rotated."""
+    assert matrix_memory_plan([(30, 20), (10,)]).state == 4 * (2 * 610 + 2 * (30**2 + 20**2))
+    assert matrix_memory_plan([(30, 20)], max_size=20).state == 4 * (2 * 600 + 2 * 20**2)
+    assert matrix_memory_plan([(30, 20)], state_dtype=torch.bfloat16).state == 2 * 2 * 600 + 4 * 2 * (30**2 + 20**2)
+    assert matrix_memory_plan([(30, 20), (10,)], max_size=19) == memory_plan(610)
+
+
+# AdaBayes-K, whose learning rates are those of eigendirections
+
+
+def settled_k(singular: torch.Tensor) -> tuple[torch.Tensor, AdaBayesK, torch.Tensor]:
+    """A matrix that has had the same gradient many times, with these singular values; in its basis it is diagonal."""
+    n = len(singular)
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.linalg.qr(torch.randn(2, n, n, generator=generator, dtype=torch.float64))[0]
+    gradient = left @ singular.double().diag() @ right.mT
+    w = torch.zeros(n, n, dtype=torch.float64)
+    optimizer = AdaBayesK([("w", w)], LR, LR_SGD)
+    steady(optimizer, [gradient])
+    return w, optimizer, gradient
+
+
+def test_regimes_of_a_matrix_are_those_of_its_eigendirections() -> None:
+    """A gradient of rank 3, far from any coordinate: three directions move like Adam, the other 61 like SGD."""
+    singular = torch.tensor([10, 20, 30, 0, 0, 0, 0, 0]) * CROSSOVER
+    w, optimizer, gradient = settled_k(singular)
+    report = regimes(optimizer)
+    (row,) = report.tensors
+    assert (row.name, row.weights, report.bounded) == ("w", 64, True)
+    assert row.adam_like == 3 / 64
+    assert row.sgd_like == 61 / 64
+    below = (optimizer.state[w]["exp_avg_sq"] / (1 - 0.99**20)).sqrt() <= CROSSOVER
+    assert row.sgd_like == below.double().mean()
+    assert row.lr_quantiles[1:] == pytest.approx((LR_SGD, LR_SGD))
+    fixed = AdaBayesFP([torch.zeros(8, 8, dtype=torch.float64)], LR, LR_SGD)
+    steady(fixed, [gradient])
+    assert regimes(fixed).total.adam_like > 0.5  # by coordinates it looks otherwise
+
+
+def test_points_of_a_matrix_lie_on_the_fixed_point_curve_and_come_from_all_over_it(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    w = torch.zeros(20, 20, dtype=torch.float64)
+    optimizer = AdaBayesK([("w", w)], LR, LR_SGD)
+    left, right = (torch.randn(20, 20, generator=generator, dtype=torch.float64) for _ in range(2))
+    observer = Observer(optimizer, per_tensor=20)
+    for _ in range(30):
+        noise = torch.randn(20, 20, generator=generator, dtype=torch.float64)
+        w.grad = CROSSOVER * left @ (torch.logspace(-3, 1, 20, dtype=torch.float64).diag() @ noise) @ right
+        optimizer.step()
+    (points,) = observer.points()
+    assert len(points.adam_lr) == 20
+    torch.testing.assert_close(points.effective_lr, fixed_point((LR / points.adam_lr) ** 2, LR, LR_SGD))
+    # Every 20th would be the first column, of the largest eigenvalue.
+    every = optimizer.effective_lr(w)
+    columns = [(every == lr).nonzero()[0, 1].item() for lr in points.effective_lr]
+    assert len(set(columns)) > 8
+    torch.testing.assert_close(observer.points()[0].adam_lr, points.adam_lr)  # the same ones each time
+    ax = observer.plot(tmp_path / "rates.png")
+    assert len(ax.get_lines()[0].get_xdata()) == 20  # type: ignore[arg-type]
+    assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_observing_a_matrix_follows_no_gradients_of_weights() -> None:
+    w, optimizer, _ = settled_k(torch.tensor([10.0, 1.0]) * CROSSOVER)
+    observer = Observer(optimizer)
+    steady(optimizer, [torch.ones_like(w)], steps=2)
+    assert observer.state_dict() == {"tracked": {}}
+    assert len(observer.points()[0].adam_lr) == 4
+
+
+@pytest.mark.parametrize(("cls", "hint"), [(AdaBayesFP, "move like Adam: lr_sgd has no effect"), (AdaBayesK, "")])
+def test_a_bound_that_is_not_reached_needs_no_advice(cls: type[AdaBayesFP], hint: str) -> None:
+    """lr_sgd of AdaBayes-K is there for directions not seen yet: that all move like Adam is as it should be."""
+    w = torch.zeros(4, 4)
+    optimizer = cls([w], LR, 1e5 * LR)
+    for seed in range(5):
+        steady(optimizer, [torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))], steps=1)
+    report = regimes(optimizer)
+    assert report.total.adam_like == 1
+    assert hint in report.hint
+    assert bool(report.hint) == bool(hint)
+
+
+def test_too_much_of_sgd_is_told_of_a_matrix_too() -> None:
+    _, optimizer, _ = settled_k(torch.full((4,), 1e-6))
+    assert "move like SGD: lr has no effect" in regimes(optimizer).hint

@@ -59,6 +59,13 @@ def test_diagnose_prints_regimes_and_draws(tmp_path: Path) -> None:
     assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_correlations_prints_a_verdict_and_draws(tmp_path: Path) -> None:
+    printed = output(EXAMPLES / "correlations.py", "--steps", "20", "--out", tmp_path / "correlations.png")
+    assert re.search(r"^layers\.0\.qkv\.weight +384 x 128 +\d+%", printed, re.MULTILINE), printed
+    assert "over 20 gradients. AdaBayes-K" in " ".join(printed.split())
+    assert (tmp_path / "correlations.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_jax_flax_learns_and_tells_regimes() -> None:
     printed = output(EXAMPLES / "jax_flax.py", "--epochs", "8")
     found = errors(printed)
@@ -162,6 +169,7 @@ def test_cifar_tells_how_to_get_the_data(tmp_path: Path) -> None:
         ("digits", ["--epochs", "0"], "--epochs 0 --seeds 3: both must be at least 1"),
         ("jax_flax", ["--epochs", "0"], "--epochs 0: must be at least 1"),
         ("diagnose", ["--steps", "0"], "--steps 0: must be at least 1"),
+        ("correlations", ["--steps", "1"], "--steps 1: must be at least 2"),
         ("cifar", ["--epochs", "-1"], "--epochs -1: must be at least 1"),
         ("char_gpt", ["--steps", "0"], "--steps 0: must be at least 1"),
         ("hf_trainer", ["--steps", "0"], "--steps 0: must be at least 1"),

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from adabayes import AdaBayes, kernels
-from adabayes.diagnostics import Observer, regimes
+from adabayes.diagnostics import Correlations, Observer, regimes
 from tests.conftest import Maker
 
 
@@ -98,3 +98,10 @@ def test_diagnostics_tell_of_the_shard_that_is_here() -> None:
             train(net, optimizer, range(3))
         reports.append((regimes(optimizer), [p.effective_lr.tolist() for p in observer.points()]))
     assert reports[0] == reports[1]
+
+
+def test_correlations_of_sharded_gradients_are_refused() -> None:
+    _, net = pair()
+    net(torch.tensor([1, 2])).square().mean().backward()
+    with pytest.raises(NotImplementedError, match=r"0\.weight is sharded"):
+        Correlations(net).see()

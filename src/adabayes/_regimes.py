@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from adabayes._table import aligned, shortened
+
 __all__ = ["GOLDEN", "QUANTILES", "Regime", "Regimes"]
 
 QUANTILES = (0.05, 0.5, 0.95)
@@ -31,16 +33,17 @@ class Regimes:
 
     tensors: tuple[Regime, ...]
     total: Regime
+    bounded: bool = False  # whether lr_sgd is meant as a bound that few reach, as that of AdaBayes-K is
 
     @classmethod
-    def of(cls, tensors: Sequence[Regime], lr_quantiles: tuple[float, ...]) -> Regimes:
+    def of(cls, tensors: Sequence[Regime], lr_quantiles: tuple[float, ...], bounded: bool = False) -> Regimes:
         """Add the total; ``lr_quantiles`` are those of all weights."""
         weights = sum(row.weights for row in tensors)
         sgd_like, adam_like = (
             sum(getattr(row, kind) * row.weights for row in tensors) / weights for kind in ("sgd_like", "adam_like")
         )
         highest = max(row.lr_sgd for row in tensors)
-        return cls(tuple(tensors), Regime("total", weights, sgd_like, adam_like, lr_quantiles, highest))
+        return cls(tuple(tensors), Regime("total", weights, sgd_like, adam_like, lr_quantiles, highest), bounded)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, for a log."""
@@ -51,7 +54,7 @@ class Regimes:
         yield ("parameter", "weights", "SGD", "Adam", *(f"lr {q:.0%}" for q in QUANTILES), "lr_sgd")
         for row in (*self.tensors, self.total):
             rates = (f"{rate:.2g}" for rate in (*row.lr_quantiles, row.lr_sgd))
-            yield (_shortened(row.name), f"{row.weights:,}", f"{row.sgd_like:.0%}", f"{row.adam_like:.0%}", *rates)
+            yield (shortened(row.name), f"{row.weights:,}", f"{row.sgd_like:.0%}", f"{row.adam_like:.0%}", *rates)
 
     @property
     def hint(self) -> str:
@@ -61,16 +64,12 @@ class Regimes:
                 "Nearly all weights move like SGD: lr has no effect. For more of Adam, raise lr_sgd, tenfold or more; "
                 "transformers want 1000 to 3000 times lr."
             )
-        if self.total.adam_like > 0.99:
+        if self.total.adam_like > 0.99 and not self.bounded:
             return "Nearly all weights move like Adam: lr_sgd has no effect. For more of SGD, lower it."
         return ""
 
     def __str__(self) -> str:
-        rows = list(self.cells())
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = [
-            "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in rows
-        ]
+        lines = aligned(list(self.cells()))
         rule = "-" * len(lines[0])
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *textwrap.wrap(self.hint, 80)])
 
@@ -100,7 +99,3 @@ class Regimes:
         console.print(table)
         if self.hint:
             console.print(self.hint)
-
-
-def _shortened(name: str, width: int = 20) -> str:
-    return name if len(name) <= width else "…" + name[-width + 1 :]

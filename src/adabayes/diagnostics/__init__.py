@@ -12,12 +12,15 @@
 
 from adabayes._regimes import QUANTILES, Regime, Regimes
 from adabayes.diagnostics.check import check
-from adabayes.diagnostics.memory import MemoryPlan, memory_plan
+from adabayes.diagnostics.correlations import Correlation, Correlations
+from adabayes.diagnostics.memory import MemoryPlan, matrix_memory_plan, memory_plan
 from adabayes.diagnostics.observer import Observer, Points, draw_rates
 from adabayes.diagnostics.regimes import regimes
 
 __all__ = [
     "QUANTILES",
+    "Correlation",
+    "Correlations",
     "MemoryPlan",
     "Observer",
     "Points",
@@ -25,6 +28,7 @@ __all__ = [
     "Regimes",
     "check",
     "draw_rates",
+    "matrix_memory_plan",
     "memory_plan",
     "regimes",
 ]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["MemoryPlan", "memory_plan"]
+from adabayes.eigenbasis import modes, sides
+
+__all__ = ["MemoryPlan", "matrix_memory_plan", "memory_plan"]
 
 
 @dataclass(frozen=True)
@@ -57,3 +61,40 @@ def memory_plan(
     here = weights / devices
     # A step reads weights, gradients and two arrays of state, and writes all but the gradients.
     return MemoryPlan(p * here, g * here, 2 * s * here, (2 * p + g + 4 * s) * here)
+
+
+def matrix_memory_plan(
+    shapes: Iterable[Sequence[int]],
+    max_size: int = 2048,
+    *,
+    param_dtype: torch.dtype = torch.float32,
+    grad_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
+) -> MemoryPlan:
+    """Plan the memory that AdaBayes-K needs for a network, on each device that has all of it.
+
+    Beside the two averages, each side of n <= ``max_size`` has a factor and a basis: 2 n² numbers, in fp32 or more.
+    They are counted among the bytes that a step moves; what it computes in between is not, nor is the refresh of bases.
+    A step may be limited by matrix products instead: ``seconds`` is the least that it takes.
+
+    Args:
+        shapes: of the parameters, as ``[p.shape for p in model.parameters()]``.
+        max_size: as given to the optimizer.
+        param_dtype: dtype of the weights.
+        grad_dtype: dtype of the gradients that the optimizer gets. None: that of the weights.
+        state_dtype: of the averages, as given to the optimizer. None: fp32, or float64 for such weights.
+
+    Examples:
+        >>> layer = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]  # of GPT-2
+        >>> for max_size in (1024, 4096):
+        ...     print(f"{matrix_memory_plan(layer, max_size).state / 1e6:.0f} MB")
+        80 MB
+        274 MB
+    """
+    shapes = [tuple(shape) for shape in shapes]
+    weights = sum(map(math.prod, shapes))
+    squares = sum(modes(shape, max_size)[side] ** 2 for shape in shapes for side in sides(shape, max_size))
+    plan = memory_plan(weights, param_dtype=param_dtype, grad_dtype=grad_dtype, state_dtype=state_dtype)
+    wide = torch.promote_types(param_dtype, torch.float32).itemsize
+    # A step reads and writes each factor, and reads each basis on the way there and back.
+    return replace(plan, state=plan.state + 2 * wide * squares, moved=plan.moved + 4 * wide * squares)

@@ -42,7 +42,7 @@ class Observer:
     nothing else: neither gradients nor state nor the global random generator.
 
     Args:
-        optimizer: an AdaBayes or AdaBayesFP.
+        optimizer: an AdaBayes, AdaBayesFP or AdaBayesK. Of the last, it shows eigendirections, by its own averages.
         per_tensor: how many weights of each parameter tensor to follow.
         beta2: decay of the mean square. None: that of the optimizer, for AdaBayes by the memory of its filter.
         seed: chooses the weights.
@@ -76,6 +76,7 @@ class Observer:
         self._model = model
         self._per_tensor = per_tensor
         self._beta2 = beta2
+        self._seed = seed
         self._generator = torch.Generator().manual_seed(seed)
         self._tracked: dict[Tensor, _Tracked] = {}
         self._hook = self._optimizer.register_step_post_hook(self._observe)
@@ -139,9 +140,11 @@ class Observer:
         """Return points of an optimizer that has a learning rate for each direction, from its own averages."""
         gain, square = self._optimizer.relative_gain(p).flatten(), self._optimizer.mean_square(p)
         assert square is not None
-        every = max(1, -(-gain.numel() // self._per_tensor))
-        adam_lr = lr / square.flatten()[::every].double().sqrt()
-        return Points(name, adam_lr, gain[::every].double() * lr_sgd, lr, lr_sgd)
+        # By chance, as every k-th may all be in one column, of one eigenvalue.
+        sample = torch.randperm(gain.numel(), generator=torch.Generator().manual_seed(self._seed))[: self._per_tensor]
+        sample = sample.sort().values.to(gain.device)
+        adam_lr = lr / square.flatten()[sample].double().sqrt()
+        return Points(name, adam_lr, gain[sample].double() * lr_sgd, lr, lr_sgd)
 
     def plot(self, path: str | PathLike[str] | None = None, ax: Axes | None = None) -> Axes:
         """Draw the paper's learning-rate figure (its Fig. 3) and save it to ``path`` if given."""

@@ -18,6 +18,8 @@ _SAMPLE = 100_000  # weights per tensor that quantiles are taken over; shares co
 def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> Regimes:
     """Return the regimes of an :class:`~adabayes.AdaBayes` or :class:`~adabayes.AdaBayesFP` that has taken a step.
 
+    Of an :class:`~adabayes.AdaBayesK`, they are those of eigendirections: a matrix has as many as weights.
+
     Args:
         optimizer: parameters without state (no gradient yet) are left out.
         model: where to take the names of parameters from; or make the optimizer with ``named_parameters()``.
@@ -38,7 +40,7 @@ def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) ->
         rows.append(Regime(name, count, sgd_like, adam_like, _quantiles([samples[-1]]), lr_sgd))
     if not rows:
         raise RuntimeError("no parameter has state yet: take a step with gradients first")
-    return Regimes.of(rows, _quantiles(samples))
+    return Regimes.of(rows, _quantiles(samples), bounded=optimizer.ROTATES)
 
 
 def _quantiles(samples: list[tuple[Tensor, float]]) -> tuple[float, ...]:

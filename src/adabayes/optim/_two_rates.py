@@ -75,13 +75,17 @@ class TwoRateOptimizer(EngineOptimizer):
     def effective_lr(self, param: Tensor) -> Tensor:
         """Return the learning rate that each weight of ``param`` has now; ``lr_sgd`` where it has had no gradient yet.
 
-        Of complex parameters, each component is a weight: they come as by ``torch.view_as_real``.
+        Of complex parameters, each component is a weight: they come as by ``torch.view_as_real``. For AdaBayesK, it is
+        that of each eigendirection, in the shape in which the matrix is rotated.
         """
         return self.relative_gain(param) * self.current_rates(self._group_of(param))[1]
 
     @torch.no_grad()
     def relative_gain(self, param: Tensor) -> Tensor:
-        """Return the same in units of the present ``lr_sgd``: between 0 and 1, also where the schedule is at 0."""
+        """Return the same in units of the present ``lr_sgd``: between 0 and 1, also where the schedule is at 0.
+
+        For AdaBayesK, it is that of each eigendirection.
+        """
         group = self._group_of(param)
         if not self.has_state(param):
             raise RuntimeError("this parameter has no state yet: take a step with a gradient first")
@@ -186,6 +190,6 @@ def unwrap(optimizer: Any) -> TwoRateOptimizer:
     if not isinstance(optimizer, TwoRateOptimizer):
         raise TypeError(
             f"{type(optimizer).__name__} has one learning rate, so its weights have no regimes: "
-            "diagnostics take an AdaBayes or an AdaBayesFP"
+            "diagnostics take an AdaBayes, AdaBayesFP or AdaBayesK"
         )
     return optimizer

@@ -1,0 +1,260 @@
+"""Tells how correlated the gradients of each matrix are, which is what AdaBayes-K makes use of."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from adabayes._table import aligned, shortened
+from adabayes.diagnostics._names import named
+from adabayes.eigenbasis import factor, modes, sides, to_modes
+from adabayes.optim._checks import check_range
+from adabayes.optim._tensors import real_view
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from matplotlib.axes import Axes
+
+__all__ = ["Correlation", "Correlations"]
+
+_SIDES = ("left", "middle", "right")  # the one between is the window of a large convolution
+_ENOUGH = 20  # gradients, before a verdict
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """The share of the gradients' covariance that lies off the diagonal, of one matrix."""
+
+    name: str
+    shape: tuple[int, ...]
+    shares: dict[str, float | None]  # of its sides, "left" and "right"; None where one is larger than max_size
+    total: float | None  # of all sides together; None where none is looked at
+    steps: int  # gradients seen
+
+    @property
+    def weights(self) -> int:
+        """How many weights the matrix has."""
+        return math.prod(self.shape)
+
+
+class Correlations:
+    r"""Measures how much of the gradients' covariance lies off the diagonal: what AdaBayes-K uses and Adam ignores.
+
+    Train as you do, with any optimizer, and call :meth:`see` when gradients are ready: after ``backward``, clipping and
+    unscaling, before the step. It changes nothing: neither gradients nor random generators.
+
+    For a matrix with gradients :math:`G` (m x n), it follows the factors that AdaBayes-K would have,
+    :math:`A = \langle G G^T \rangle` of the left side, a layer's outputs, and :math:`C = \langle G^T G \rangle` of the
+    right one, its inputs. The share of a side is
+
+    .. math:: \text{share}(A) = 1 - \frac{\sum_i A_{ii}^2}{\sum_{ij} A_{ij}^2}
+
+    and that of the matrix the same of :math:`A \otimes C`, :math:`1 - (1 - \text{share}(A)) (1 - \text{share}(C))`. It
+    is 0 where coordinates are uncorrelated: there AdaBayes-K is AdaBayes-FP. It is near 1 where few directions, none of
+    them a coordinate, have most of the gradient. It tells what there is to use, not how much faster training will be.
+
+    Few gradients seem correlated even if their entries are independent. So both sums are those over pairs of
+    *different* steps, :math:`\sum_{s \ne t} \sum_{ij} (G_s G_s^T)_{ij} (G_t G_t^T)_{ij}`, which have no such bias if
+    steps have minibatches of their own. What is left of the noise below 0 is shown as 0.
+
+    A step takes the products :math:`G G^T` and :math:`G^T G` of each matrix, and memory m² + n² numbers. Call
+    :meth:`see` every few steps if that is too much. Gradients that are not finite are left out.
+
+    Args:
+        source: a model, or an optimizer, any of torch's.
+        max_size: as that of AdaBayes-K; a larger side, which it would not rotate, is not looked at.
+        beta2: decay of the averages, as that of AdaBayes-K.
+
+    Examples:
+        >>> model = nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> watch = Correlations(model)
+        >>> for _ in range(20):
+        ...     optimizer.zero_grad()
+        ...     model(torch.ones(8, 3)).sum().backward()  # each input has the same gradient, each output too
+        ...     watch.see()
+        ...     optimizer.step()
+        >>> print(watch.table())
+        layer   shape  left  right  total
+        ---------------------------------
+        weight  2 x 3   50%    67%    83%
+        ---------------------------------
+        83% of the covariance is off the diagonal, over 20 gradients. AdaBayes-K has
+        much to use here: try it.
+    """
+
+    def __init__(self, source: nn.Module | torch.optim.Optimizer, max_size: int = 2048, beta2: float = 0.99) -> None:
+        if not isinstance(source, nn.Module) and not hasattr(source, "param_groups"):
+            raise TypeError(f"Correlations takes a model or an optimizer, not a {type(source).__name__}")
+        check_range("max_size", max_size, least=1.0)
+        check_range("beta2", beta2, below=1.0)
+        self._source = source
+        self._max_size = max_size
+        self._beta2 = beta2
+        self._matrices: dict[str, _Matrix] = {}
+
+    @torch.no_grad()
+    def see(self) -> None:
+        """Take in the gradients that are there now."""
+        for name, p in self._params():
+            if p.grad is None:
+                continue
+            if hasattr(p.grad, "to_local"):
+                raise NotImplementedError(
+                    f"{name} is sharded, a {type(p).__name__}, and its factors need whole gradients. Look at a smaller "
+                    "model of the same kind on one device, or at this one under DDP."
+                )
+            if p.grad.layout != torch.strided:
+                raise RuntimeError(f"{name} has a sparse gradient, which AdaBayes-K does not take")
+            grad = real_view(p.grad)
+            if grad.dim() < 2 or grad.numel() == 0:
+                continue
+            if name not in self._matrices:
+                self._matrices[name] = _Matrix(grad, self._max_size)
+            self._matrices[name].see(grad, 1 - self._beta2)
+
+    def _params(self) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(self._source, nn.Module):
+            yield from self._source.named_parameters()
+        else:
+            yield from ((name, p) for name, p, _ in named(self._source))
+
+    def layers(self) -> list[Correlation]:
+        """Return what was found of each matrix that has had two gradients or more."""
+        return [matrix.found(name) for name, matrix in self._matrices.items() if matrix.steps > 1]
+
+    @property
+    def total(self) -> float | None:
+        """The share of all matrices that are looked at, weighted by their number of weights; None if there are none."""
+        known = [(layer.weights, layer.total) for layer in self.layers() if layer.total is not None]
+        return sum(weights * share for weights, share in known) / sum(n for n, _ in known) if known else None
+
+    @property
+    def verdict(self) -> str:
+        """Whether AdaBayes-K is worth a try, in a sentence or two."""
+        total, steps = self.total, max((layer.steps for layer in self.layers()), default=0)
+        if steps < _ENOUGH:
+            return f"Seen {steps} gradients. It takes {_ENOUGH} to tell."
+        if total is None:
+            return "All sides are larger than max_size: AdaBayes-K would be AdaBayes-FP here."
+        told = f"{_percent(total)} of the covariance is off the diagonal, over {steps} gradients."
+        if total < 0.1:
+            return f"{told} AdaBayes-K would be much like AdaBayes-FP here, and slower."
+        return f"{told} AdaBayes-K has {'something' if total < 0.5 else 'much'} to use here: try it."
+
+    def table(self) -> str:
+        """Return a table of all layers, and the verdict."""
+        layers = self.layers()
+        used = [side for side in _SIDES if side != "middle" or any(side in layer.shares for layer in layers)]
+        rows = [("layer", "shape", *used, "total")]
+        for layer in layers:
+            shown = [_percent(layer.shares[side]) if side in layer.shares else "" for side in used]
+            shape = " x ".join(map(str, layer.shape))
+            rows.append((shortened(layer.name, 28), shape, *shown, _percent(layer.total)))
+        header, *lines = aligned(rows)
+        rule = "-" * len(header)
+        large = any(share is None for layer in layers for share in layer.shares.values())
+        note = [f"-: a side larger than {self._max_size}, not looked at."] if large else []
+        return "\n".join([header, rule, *lines, *([rule] if lines else []), *note, *textwrap.wrap(self.verdict, 80)])
+
+    def plot(self, path: str | PathLike[str] | None = None, ax: Axes | None = None) -> Axes:
+        """Draw the shares of all layers and save the figure to ``path`` if given."""
+        try:
+            import matplotlib.pyplot as plt
+            from matplotlib.ticker import PercentFormatter
+        except ImportError as error:
+            raise ImportError("plotting needs matplotlib: pip install '.[plot]' in the folder of AdaBayes") from error
+        layers = [layer for layer in self.layers() if layer.total is not None]
+        if not layers:
+            raise RuntimeError("nothing to draw: call see() with the gradients of two steps or more first")
+        if ax is None:
+            _, ax = plt.subplots(figsize=(6.5, 1.3 + 0.2 * len(layers)), layout="constrained")
+        places = range(len(layers))
+        ax.barh(places, [layer.total or 0.0 for layer in layers], height=0.6, color="0.88", label="total")
+        for side, colour in zip(_SIDES, ("tab:orange", "tab:green", "tab:blue")):
+            shares = [(layer.shares.get(side), place) for place, layer in enumerate(layers)]
+            if dots := [(share, place) for share, place in shares if share is not None]:
+                ax.plot(*zip(*dots), "o", color=colour, markersize=4, label=side, clip_on=False)
+        ax.set(xlim=(0, 1), ylim=(len(layers) - 0.5, -0.5), xlabel="share of the covariance off the diagonal")
+        ax.xaxis.set_major_formatter(PercentFormatter(1))
+        ax.set_yticks(places, [shortened(layer.name, 28) for layer in layers], fontsize="small")
+        ax.tick_params(axis="y", length=0)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+        if path is not None:
+            ax.get_figure(root=True).savefig(path, dpi=150)  # type: ignore[union-attr]
+        return ax
+
+
+class _Matrix:
+    """The factors of one matrix."""
+
+    def __init__(self, grad: Tensor, max_size: int) -> None:
+        shape = tuple(grad.shape)
+        self._max_size = max_size
+        self._shape = shape
+        self._modes = modes(shape, max_size)
+        self._wide = torch.promote_types(grad.dtype, torch.float32)
+        self._factors = {side: _Factor() for side in sides(shape, max_size)}
+        self.steps = 0
+
+    def see(self, grad: Tensor, weight: float) -> None:
+        x = to_modes(grad.to(self._wide), self._max_size)
+        seen = {side: factor(x, side, x.dim()) for side in self._factors}
+        sizes = {side: _squares(covariance) for side, covariance in seen.items()}
+        if all(math.isfinite(whole) for _, whole in sizes.values()):
+            for side, covariance in seen.items():
+                self._factors[side].see(covariance, sizes[side], weight)
+            self.steps += 1
+
+    def found(self, name: str) -> Correlation:
+        labels = _SIDES if len(self._modes) == 3 else ("left", "right")
+        shares = {label: self._share(side) for side, label in enumerate(labels)}
+        known = [share for share in shares.values() if share is not None]
+        total = 1 - math.prod(1 - share for share in known) if known else None
+        return Correlation(name, self._shape, shares, total, self.steps)
+
+    def _share(self, side: int) -> float | None:
+        if self._modes[side] == 1:
+            return 0.0  # there is nothing off the diagonal
+        return self._factors[side].share() if side in self._factors else None
+
+
+class _Factor:
+    """An averaged covariance, and how much of its squares is of steps with themselves."""
+
+    def __init__(self) -> None:
+        self._average: Tensor | None = None
+        self._own = (0.0, 0.0)
+
+    def see(self, covariance: Tensor, squares: tuple[float, float], weight: float) -> None:
+        average = torch.zeros_like(covariance) if self._average is None else self._average
+        self._average = average.lerp_(covariance, weight)
+        diagonal, whole = ((1 - weight) ** 2 * own + weight**2 * new for own, new in zip(self._own, squares))
+        self._own = diagonal, whole
+
+    def share(self) -> float:
+        assert self._average is not None
+        diagonal, whole = (both - own for both, own in zip(_squares(self._average), self._own))
+        return max(0.0, 1 - diagonal / whole) if whole > 0 else 0.0
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "-"
+    return ">99%" if 0.995 <= share < 1 else f"{share:.0%}"
+
+
+def _squares(covariance: Tensor) -> tuple[float, float]:
+    """Return the sums of squares of the diagonal and of the whole."""
+    diagonal, whole = (
+        torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2 for x in (covariance.diagonal(), covariance)
+    )
+    return diagonal, whole
