@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: bench bench-lab browser demo docs test test-long test-versions sanitize lint clean
 .DELETE_ON_ERROR:
 
-demo: $(READY)  ## the paper's nine optimizers on handwritten digits, to a table
+demo: $(READY)  ## the paper's nine optimizers and AdaBayes-K on handwritten digits, to a table
 	$(BIN)/adabayes reproduce
 
 test: $(READY) browser  ## everything that must hold, in 11 minutes on 2 cores

@@ -76,9 +76,10 @@ def test_jax_flax_learns_and_tells_regimes() -> None:
 
 def test_char_gpt_learns_and_writes() -> None:
     printed = output(EXAMPLES / "char_gpt.py", "--steps", "40")
-    found = re.search(r"^step +40 +test loss ([0-9.]+)$", printed, re.MULTILINE)
+    assert re.search(r"^ *step +AdamW +AdaBayesK$", printed, re.MULTILINE), printed
+    found = re.search(r"^ +40 +([0-9.]+) +([0-9.]+)$", printed, re.MULTILINE)
     assert found, printed
-    assert float(found[1]) < 3.5  # a guess has 4.85, the frequencies of characters 3.1
+    assert max(map(float, found.groups())) < 3.5  # a guess has 4.85, the frequencies of characters 3.1
     assert len(printed[printed.index("    def __init__(self, ") :]) > 400
 
 

@@ -139,7 +139,7 @@ def _add_lab(commands: Any) -> None:
         "run the paper's comparison, or one of your own",
         """Trains every optimizer of a protocol with every seed, and prints a table in the form of the paper's.
 
-  adabayes reproduce                                    digits, nine optimizers: two minutes, no download
+  adabayes reproduce                                    digits, ten optimizers: two minutes, no download
   adabayes reproduce --protocol mini --dataset cifar10  the paper's protocol at the size of a CPU
   adabayes reproduce --protocol paper --device cuda     the paper's
   adabayes reproduce --protocol mine.toml               your own: copy one of the package's, or extend it
