@@ -385,6 +385,20 @@ def test_gains_are_those_of_the_fixed_point_in_each_direction() -> None:
     torch.testing.assert_close(optimizer.effective_lr(w), fixed_point(mean_square, 0.1, 10.0), rtol=1e-4, atol=0)
 
 
+def test_the_same_parameter_twice_takes_two_steps() -> None:
+    """As with torch's optimizers, which warn and step twice."""
+    once, twice = torch.ones(4, 3), torch.ones(4, 3)
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizer = AdaBayesK([twice, twice])
+    reference = AdaBayesK([once])
+    grads = gradients(4, 3, steps=2, dtype=torch.float32)
+    twice.grad, once.grad = grads[0], grads[0].clone()
+    optimizer.step()
+    reference.step()
+    reference.step()
+    assert torch.equal(once, twice)
+
+
 def test_what_it_cannot_do_is_said() -> None:
     w = torch.zeros(3, 3)
     with pytest.raises(TypeError, match=r"takes no capturable. .* AdaBayesFP has it"):

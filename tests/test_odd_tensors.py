@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adabayes import AdaBayes, AdaBayesFP, kernels
+from adabayes import AdaBayes, AdaBayesFP, AdaBayesK, kernels
 from tests.conftest import Maker, assert_same
 
-CLASSES = pytest.mark.parametrize("cls", [AdaBayes, AdaBayesFP])
+CLASSES = pytest.mark.parametrize("cls", [AdaBayes, AdaBayesFP, AdaBayesK])
 FORMS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}]
 if kernels.unavailable() is None:
     FORMS.append({"fused": True})
@@ -152,7 +152,7 @@ except RuntimeError as error:
 
 
 @pytest.mark.skipif(kernels.unavailable() is not None, reason="torch's own operations crash")
-@pytest.mark.parametrize("cls", ["AdaBayes", "AdaBayesFP"])
+@pytest.mark.parametrize("cls", ["AdaBayes", "AdaBayesFP", "AdaBayesK", "AdaBound"])
 @pytest.mark.parametrize(
     ("what", "size"), [("w.grad", 0), *((what, n) for what in ("w", "optimizer.state[w]['exp_avg']") for n in (0, 4))]
 )

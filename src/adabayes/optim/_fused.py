@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from adabayes.kernels import library
 from adabayes.optim._state import Group, own_state
-from adabayes.optim._tensors import as_float, has_gaps, local
+from adabayes.optim._tensors import as_float, check_memory, has_gaps, local
 
 if TYPE_CHECKING:
     from adabayes.optim._engine import EngineOptimizer
@@ -50,7 +50,7 @@ class Kernel(NamedTuple):
         if library.unavailable() or (like.dtype, like.dtype) not in library.PAIRS or not all(map(_is_plain, states)):
             return None
         for state in states:
-            _check_memory("state", state)
+            check_memory("state", state)
         moves = like.new_empty((len(grads), *like.shape))  # where weights at 0 go
         grads = [_fitting(g, move) for g, move in zip(grads, moves)]
         steps = like.new_full((len(grads),), t - 1, dtype=torch.float64)
@@ -278,7 +278,7 @@ class _Plan:
         if 0 in addresses:
             for g, address in zip(grads, addresses):
                 if not address:
-                    _check_memory("gradient", g)
+                    check_memory("gradient", g)
         for places, types, arrays in self._parts:
             chosen = addresses if len(self._parts) == 1 else itemgetter(*places, places[0])(addresses)[:-1]
             arrays["grads"] = array("q", chosen)
@@ -317,7 +317,7 @@ def _unfit(p: Tensor, exp_avg: Tensor, second_state: Tensor, step: Tensor) -> st
     if any(_is_lazy(t) for t in (p, exp_avg, second_state)):
         return f"fused=True: {what}, or its state, is a view whose numbers are still to be computed."
     for name, t in (("parameter", p), ("state", exp_avg), ("state", second_state), ("step count", step)):
-        _check_memory(name, t)
+        check_memory(name, t)
     return None
 
 
@@ -336,26 +336,13 @@ def _fitting(g: Tensor, p: Tensor) -> Tensor:
     if plain and g.dtype == p.dtype and _laid_out_alike(g, p):
         return g
     if type(g) is Tensor and g.is_cpu and not g._is_zerotensor():
-        _check_memory("gradient", g)
+        check_memory("gradient", g)
     return torch.empty_like(p, requires_grad=False).copy_(g)
 
 
 def _is_lazy(t: Tensor) -> bool:
     """Tell whether the memory of a tensor does not hold its numbers: only their negatives, or nothing, for zeros."""
     return t.is_neg() or t.is_conj() or t._is_zerotensor()
-
-
-def _check_memory(name: str, t: Tensor) -> None:
-    """Raise if there is less memory behind a tensor than its elements need."""
-    if not t.numel():
-        return
-    last = t.storage_offset() + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
-    needed, there = (last + 1) * t.itemsize, t.untyped_storage().nbytes()
-    if there < needed or not t.data_ptr():
-        raise RuntimeError(
-            f"a {name} of shape {tuple(t.shape)} needs {needed} bytes of memory but its storage has {there}: it was "
-            "freed or resized. Give the memory back before the step, or set the gradient to None."
-        )
 
 
 def _guard(tensors: Sequence[Tensor]) -> TensorGuards:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from adabayes.optim._stack import is_aligned
+from adabayes.optim._tensors import check_memory, may_be_freed
 
 __all__ = ["Entry", "Group", "StatefulOptimizer", "dtype_name", "own_state"]
 
@@ -85,6 +86,9 @@ class StatefulOptimizer(Optimizer):
             state = states[p]
             if not state:
                 self._make_state(p, state, group)
+            for name, t in {"parameter": p, "gradient": p.grad, **state}.items():
+                if may_be_freed(t):
+                    check_memory(name, t)
             params.append(p)
             grads.append(p.grad)
             steps.append(state["step"])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Scalar", "as_float", "has_gaps", "local", "real_view"]
+__all__ = ["Scalar", "as_float", "check_memory", "has_gaps", "local", "may_be_freed", "real_view"]
 
 Scalar = float | Tensor  # a tensor while a graph is captured, compiled or differentiated
 
@@ -36,3 +36,26 @@ def has_gaps(t: Tensor) -> bool:
             return True
         expected *= size
     return False
+
+
+def check_memory(name: str, t: Tensor) -> None:
+    """Raise if there is less memory behind a tensor than its elements need."""
+    if not t.numel():
+        return
+    last = t.storage_offset() + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
+    needed, there = (last + 1) * t.itemsize, t.untyped_storage().nbytes()
+    if there < needed or not t.data_ptr():
+        raise RuntimeError(
+            f"a {name} of shape {tuple(t.shape)} needs {needed} bytes of memory but its storage has {there}: it was "
+            "freed or resized. Give the memory back before the step, or set the gradient to None."
+        )
+
+
+def may_be_freed(t: Tensor) -> bool:
+    """Tell, quickly, whether there may be less memory behind a tensor than torch's operations rely on."""
+    return (
+        t.is_cpu
+        and t.untyped_storage().nbytes() < t.nbytes
+        and type(t) in (Tensor, torch.nn.Parameter)
+        and not (t._is_zerotensor() or torch._is_functional_tensor(t))
+    )

@@ -194,14 +194,16 @@ class AdaBayesK(AdaBayesFP):
     def _parts(self, group: Group) -> list[Group]:
         self._spread_refreshes()
         parts: dict[Any, list[Tensor]] = {}
+        seen: set[int] = set()
         for p in group["params"]:
             if hasattr(p, "to_local"):
                 raise NotImplementedError(
                     f"AdaBayesK does not take sharded parameters yet, and one of shape {tuple(p.shape)} is a "
                     f"{type(p).__name__}. Use AdaBayesFP with FSDP2 and tensor parallelism."
                 )
-            kind = (id(p),) if p.numel() >= _ALONE else modes(_real_shape(p), group["max_size"])
-            parts.setdefault(kind, []).append(p)
+            alone = p.numel() >= _ALONE or id(p) in seen  # the same parameter twice has two steps
+            parts.setdefault(len(parts) if alone else modes(_real_shape(p), group["max_size"]), []).append(p)
+            seen.add(id(p))
         return [{**group, "params": params} for params in parts.values()]
 
     def _spread_refreshes(self) -> None:
