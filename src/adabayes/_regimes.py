@@ -60,9 +60,10 @@ class Regimes:
     def hint(self) -> str:
         """Advice where one of the two learning rates has no effect; empty where both have."""
         if self.total.sgd_like > 0.99:
+            usual = "leave it out for 1e5 times lr" if self.bounded else "transformers want 1000 to 3000 times lr"
             return (
                 "Nearly all weights move like SGD: lr has no effect. For more of Adam, raise lr_sgd, tenfold or more; "
-                "transformers want 1000 to 3000 times lr."
+                f"{usual}."
             )
         if self.total.adam_like > 0.99 and not self.bounded:
             return "Nearly all weights move like Adam: lr_sgd has no effect. For more of SGD, lower it."
