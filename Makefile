@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: bench bench-lab browser demo docs test test-long test-versions sanitize lint clean
+.PHONY: bench bench-lab bench-matrix browser demo docs test test-long test-versions sanitize lint clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## the paper's nine optimizers and AdaBayes-K on handwritten digits, to a table
@@ -34,6 +34,10 @@ bench: $(READY)  ## time a step against torch's optimizers: 1 and 2 threads, 10 
 	$(BIN)/adabayes bench --threads 1
 	$(BIN)/adabayes bench --threads 2
 
+bench-matrix: $(READY)  ## AdaBayes-K against SOAP and Muon, and in a whole training step: half an hour
+	for threads in 1 2; do $(BIN)/adabayes bench --matrix --threads $$threads; \
+	    $(BIN)/python benchmarks/training_step.py --threads $$threads; done
+
 test-versions:  ## the tests under the oldest and the newest torch and Python of pyproject (downloads 6 GB)
 	PYTHON_OLDEST="$(PYTHON_OLDEST)" PYTHON_NEWEST="$(PYTHON_NEWEST)" tests/versions.sh
 
@@ -42,7 +46,8 @@ sanitize: $(READY)  ## the kernels' tests under AddressSanitizer and UndefinedBe
 	rm -f $(READY)  # the next target builds the real kernels again
 	gcc $(SANITIZED) -o src/adabayes/kernels/_fused.so src/adabayes/kernels/fused.c -lm
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	    $(BIN)/pytest -q -s -p no:cacheprovider tests/test_fused.py tests/test_low_precision.py tests/test_saved_by_0_1.py -k "not compiled"
+	    $(BIN)/pytest -q -s -p no:cacheprovider tests/test_fused.py tests/test_low_precision.py tests/test_saved_by_0_1.py tests/test_matrix_filter.py \
+	    -k "not compiled and not orthonormal"
 
 lint: $(READY)  ## put the code into its form
 	$(BIN)/ruff check --fix .
