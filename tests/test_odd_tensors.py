@@ -138,30 +138,33 @@ def test_a_conjugated_view_is_resolved(make: Maker, foreach: bool) -> None:
 NO_MEMORY = """
 import torch
 from adabayes import {cls}
-w = torch.ones(5)
-optimizer = {cls}([w])
-w.grad = torch.ones(5)
-optimizer.step()
-w.grad = torch.ones(5)
-{what}.untyped_storage().resize_({size})
-try:
+for what, size in [("w.grad", 0), ("w", 0), ("w", 4), ("state", 0), ("state", 4)]:
+    w = torch.ones(5)
+    optimizer = {cls}([w])
+    w.grad = torch.ones(5)
     optimizer.step()
-except RuntimeError as error:
-    print(error)
+    w.grad = torch.ones(5)
+    tensor = {{"w.grad": w.grad, "w": w, "state": optimizer.state[w]["exp_avg"]}}[what]
+    tensor.untyped_storage().resize_(size)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        print(error)
 """
 
 
-@pytest.mark.skipif(kernels.unavailable() is not None, reason="torch's own operations crash")
-@pytest.mark.parametrize("cls", ["AdaBayes", "AdaBayesFP", "AdaBayesK", "AdaBound"])
-@pytest.mark.parametrize(
-    ("what", "size"), [("w.grad", 0), *((what, n) for what in ("w", "optimizer.state[w]['exp_avg']") for n in (0, 4))]
-)
-def test_a_storage_that_was_shrunk_is_an_error(cls: str, what: str, size: int) -> None:
-    """In a process of its own, which a kernel without this check would crash (as torch's foreach does)."""
-    script = NO_MEMORY.format(cls=cls, what=what, size=size)
+@pytest.mark.parametrize("form", ["", ", fused=False, foreach=True", ", fused=False, foreach=False"])
+def test_a_storage_that_was_shrunk_is_an_error(form: str) -> None:
+    """In a process of its own, which without this check would crash (as torch's optimizers do)."""
+    script = "".join(
+        NO_MEMORY.format(cls=cls).replace("([w])", f"([w]{form})")
+        for cls in ("AdaBayes", "AdaBayesFP", "AdaBayesK", *([] if form else ["AdaBound"]))
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "of shape (5,) needs 20 bytes of memory but its storage has" in done.stdout
+    said = done.stdout.splitlines()
+    assert len(said) == (15 if form else 20)
+    assert all("of shape (5,) needs 20 bytes of memory but its storage has" in line for line in said)
 
 
 @CLASSES

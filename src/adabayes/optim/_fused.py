@@ -159,6 +159,7 @@ class FusedSteps:
             outer = sys.getrefcount(optimizer.__dict__["state"]) <= 2  # in its place, and as an argument
             self._lent = not (outer and all(plan.is_ours_alone() for plan in self._plans.values()))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # beyond its limit, the compiler tries what a step calls
     def _new_plan(self, optimizer: EngineOptimizer, group: Group, params: list[Tensor]) -> _Plan | None:
         assert self._kernel is not None
         indices = optimizer.indices(group, params)
