@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,13 +100,17 @@ def roof(weights: int) -> Callable[[], None] | None:
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of all tensors of the state, wherever the optimizer keeps them, except step counts."""
-    entries = [
-        entry
-        for state in optimizer.state.values()
-        for entry in (state.values() if isinstance(state, dict) else [state])
-    ]
-    entries += [value for group in optimizer.param_groups for value in group.values()]
-    return sum(entry.nbytes for entry in entries if isinstance(entry, Tensor) and entry.dim() > 0)
+
+    def tensors(value: Any) -> Iterator[Tensor]:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict | list | tuple):
+            for entry in value.values() if isinstance(value, dict) else value:
+                yield from tensors(entry)
+
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    entries = [*tensors(dict(optimizer.state)), *tensors(settings)]
+    return sum(entry.nbytes for entry in entries if entry.dim() > 0)
 
 
 def _adabound(params: list[Tensor]) -> torch.optim.Optimizer:
