@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 demo: $(READY)  ## the paper's nine optimizers and AdaBayes-K on handwritten digits, to a table
 	$(BIN)/adabayes reproduce
 
-test: $(READY) browser  ## everything that must hold, in 11 minutes on 2 cores
+test: $(READY) browser  ## everything that must hold, in 13 minutes on 2 cores
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
