@@ -162,6 +162,11 @@ class AdaBayesFP(TwoRateOptimizer):
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
+        if self.KERNEL is not None and group["fused"] and group["cautious"]:
+            raise RuntimeError(
+                "`fused` does not support `cautious`: the kernel takes one pass, and that takes two. Leave `fused` "
+                "out, and foreach is taken; or take AdaBayesK, which has both."
+            )
         if group["batch_size"] is not None:
             check_range("batch_size", group["batch_size"], least=1.0)
         elif group["reduction"] == "sum":
