@@ -1,0 +1,74 @@
+"""Rivals that need more than an import path: Muon, which is for matrices alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["MuonAdamW"]
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for the matrices inside of a network, AdamW for all else, as Muon's author advises.
+
+    Embeddings, the output layer (the last dense one), biases and norms go to AdamW; convolutions are matrices of
+    outputs times the rest. One learning rate serves both: Muon's updates are scaled to the size of AdamW's
+    (``adjust_lr_fn="match_rms_adamw"``).
+
+    Args:
+        model: the network, whose layers tell what is a matrix.
+        lr: of both.
+        weight_decay: of both.
+        betas: of AdamW.
+        momentum: of Muon.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        momentum: float = 0.95,
+    ) -> None:
+        matrices = _inner_matrices(model)
+        inside = {id(p) for p in matrices}
+        others = [p for p in model.parameters() if id(p) not in inside]
+        if not matrices or not others:
+            raise ValueError("this network has no matrices for Muon, or nothing but matrices; take Muon or AdamW alone")
+        # Muon takes matrices only, so it steps these, which hold the weights while it does.
+        self._flat = [nn.Parameter(p.detach().flatten(1)) for p in matrices]
+        self._muon = torch.optim.Muon(
+            self._flat, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
+        )
+        self._adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=betas, fused=True)
+        both: Any = [{**self._muon.param_groups[0], "params": matrices}, *self._adamw.param_groups]
+        super().__init__(both, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise ValueError("MuonAdamW takes no closure")
+        inner, rest = self.param_groups
+        for p, flat in zip(inner["params"], self._flat):
+            flat.data = p.detach().flatten(1)
+            flat.grad = None if p.grad is None else p.grad.flatten(1)
+            self._muon.state[flat] = self.state[p]  # one dict, which is in our state dict
+        self._muon.param_groups[0].update({key: inner[key] for key in ("lr", "weight_decay")})
+        self._muon.step()
+        for p, flat in zip(inner["params"], self._flat):
+            if flat.data_ptr() != p.data_ptr():  # a convolution in channels_last layout is no matrix as it lies
+                p.copy_(flat.view_as(p))
+        self._adamw.param_groups, self._adamw.state = [rest], self.state
+        self._adamw.step()
+
+
+def _inner_matrices(model: nn.Module) -> list[Tensor]:
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.modules.conv._ConvNd)]
+    dense = [m for m in layers if isinstance(m, nn.Linear)]
+    # A network with an embedding and no dense layer of its own behind it has bound its output to the embedding.
+    bound = any(isinstance(m, nn.Embedding) for m in model.modules())
+    last = dense[-1] if dense and not bound else None
+    return [m.weight for m in layers if m is not last]

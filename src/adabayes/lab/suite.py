@@ -1,0 +1,409 @@
+"""The suite: several workloads, the same effort for every optimizer, and what came out of it.
+
+The rules. On each workload every optimizer gets the same number of trials: its own settings first, then the same
+quasi-random points of its search space, all with one seed, judged by the validation loss at the end of training. The
+settings that win are run with fresh seeds; these have the same initial weights and batches for all optimizers. They are
+tested on held-out training data as they go, and on the test set once, at the end.
+
+The target of a workload is the validation loss that tuned AdamW has at the end, as a mean over seeds. An optimizer's
+steps and seconds to the target are those of the first test at or below it; one that never gets there has none.
+
+"Better" means: the paired difference in final test loss to AdamW, over seeds, is below zero by Student's t-test at 5 %
+after Holm's correction for all comparisons of the suite.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from adabayes.lab.protocol import TRIAL_SEED, WORKLOADS, Protocol, ProtocolError, Spec
+from adabayes.lab.run.folder import folder_of, write_atomically
+
+__all__ = [
+    "BUDGET",
+    "REFERENCE",
+    "Comparison",
+    "Final",
+    "Reached",
+    "Record",
+    "Trial",
+    "band",
+    "best_of",
+    "collect",
+    "comparisons",
+    "final_of",
+    "finals",
+    "geometric_mean",
+    "name_of",
+    "profile",
+    "reached",
+    "read",
+    "sentence",
+    "target",
+    "trials",
+]
+
+BUDGET = 10  # trials of each optimizer
+REFERENCE = "adamw"  # whose loss is the target
+WITHIN = 1.05  # of the best loss: the band of learning rates that is good enough
+
+
+def name_of(protocol: Protocol) -> str:
+    """The name of a workload, without that of the suite."""
+    return protocol.name.removeprefix("suite-")
+
+
+# What is run
+
+
+def trials(protocol: Protocol, budget: int) -> list[Spec]:
+    """All trials of all optimizers, in turn, so that a search that is stopped early is fair as well."""
+    from scipy.stats import qmc
+
+    if budget < 1:
+        raise ProtocolError(f"--budget {budget}: there must be at least one trial of each optimizer")
+    protocol = replace(protocol, test_at_end=False)
+    dataset, model = protocol.panel("a workload has one data set and one model")
+    # The same points for all who search as many settings; a larger budget has the same ones first.
+    sizes = {len(optimizer.search) for optimizer in protocol.optimizers.values()}
+    points = {size: qmc.Halton(size, scramble=True, seed=0).random(budget - 1) for size in sizes}
+    found = []
+    for i in range(budget):
+        for optimizer in protocol.optimizers.values():
+            settings = optimizer.settings_for(model)
+            if i:
+                point = points[len(optimizer.search)][i - 1]
+                for share, (key, (low, high)) in zip(point, optimizer.search.items()):
+                    settings[key] = float(f"{low * (high / low) ** share:.3g}")
+            tried = replace(optimizer, settings=settings, of_models={})
+            found.append(protocol.spec(dataset, model, tried, TRIAL_SEED))
+    return found
+
+
+def finals(protocol: Protocol, chosen: Mapping[str, Mapping[str, Any]]) -> list[Spec]:
+    """Runs with the settings that were chosen for each optimizer, seed by seed."""
+    dataset, model = protocol.panel("a workload has one data set and one model")
+    return [
+        protocol.spec(dataset, model, replace(protocol.optimizers[name], settings=dict(settings), of_models={}), seed)
+        for seed in protocol.seeds
+        for name, settings in chosen.items()
+    ]
+
+
+# What came out
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial, and its validation loss at the end; None where it diverged or is not done."""
+
+    optimizer: str
+    settings: dict[str, Any]
+    status: str
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class Final:
+    """A run of the comparison. The curve has steps, seconds of training and validation loss at each test."""
+
+    optimizer: str
+    seed: int
+    status: str
+    loss: float | None  # at the end, on the validation split
+    test_loss: float | None
+    test_error: float | None
+    seconds: float
+    curve: list[tuple[int, float, float]]
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that is known of a workload, as it is kept in ``evidence/NAME.json``."""
+
+    name: str
+    description: str
+    error: str  # the name of the error, with its unit
+    steps: int
+    labels: dict[str, str]
+    styles: dict[str, list[str]]  # colours on light and on dark, and the kind of line
+    trials: list[Trial]
+    chosen: dict[str, dict[str, Any]]
+    finals: list[Final]
+    environment: dict[str, Any]
+
+    def runs(self, optimizer: str) -> list[Final]:
+        """The runs of an optimizer that are done, by seed."""
+        return sorted((r for r in self.finals if r.optimizer == optimizer and r.status == "done"), key=lambda r: r.seed)
+
+    def write(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.json"
+        write_atomically(path, _compact(asdict(self)).encode())
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            parts: dict[str, Any] = {
+                "trials": [Trial(**trial) for trial in content.pop("trials")],
+                "finals": [
+                    Final(**{**final, "curve": [(int(n), float(s), float(v)) for n, s, v in final["curve"]]})
+                    for final in content.pop("finals")
+                ],
+            }
+            return cls(**content, **parts)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ProtocolError(f"{path} is not a record of the suite: {error!r}") from error
+
+
+def read(folder: Path) -> list[Record]:
+    """All records of a folder, in the order of the suite."""
+    found = {path.stem: Record.read(path) for path in sorted(folder.glob("*.json"))}
+    if not found:
+        raise ProtocolError(f"there are no records in {folder}; give what was --out of adabayes suite, or evidence")
+    return [found[name] for name in sorted(found, key=lambda n: (n not in WORKLOADS, [*WORKLOADS, n].index(n)))]
+
+
+def best_of(protocol: Protocol, budget: int, out: Path) -> dict[str, dict[str, Any]]:
+    """The settings of each optimizer whose trial ended with the lowest validation loss; none where all diverged."""
+    return _winners(protocol, _trials(trials(protocol, budget), out))
+
+
+def _winners(protocol: Protocol, tried: Iterable[Trial]) -> dict[str, dict[str, Any]]:
+    best: dict[str, tuple[float, dict[str, Any]]] = {}
+    for trial in tried:
+        if trial.loss is not None and trial.loss < best.get(trial.optimizer, (math.inf,))[0]:
+            best[trial.optimizer] = trial.loss, trial.settings
+    return {name: best[name][1] for name in protocol.optimizers if name in best}
+
+
+def collect(protocol: Protocol, budget: int, error: str, out: Path) -> Record:
+    """Read all that a workload's runs have left in ``out``."""
+    tried = _trials(trials(protocol, budget), out)
+    chosen = _winners(protocol, tried)
+    specs = finals(protocol, chosen)
+    started: list[dict[str, Any]] = next(
+        (starts for spec in specs if (starts := folder_of(spec, out).read("environment.json"))), [{}]
+    )
+    kept = ("adabayes", "torch", "python", "processor", "threads", "commit")
+    runs = [final_of(spec, out) for spec in specs]
+    return Record(
+        name=name_of(protocol),
+        description=protocol.description,
+        error=error,
+        steps=max((run.curve[-1][0] for run in runs if run.curve), default=0),
+        labels={name: optimizer.label for name, optimizer in protocol.optimizers.items()},
+        styles={
+            name: [*(optimizer.colour or ("#444444", "#dddddd")), optimizer.dash or "solid"]
+            for name, optimizer in protocol.optimizers.items()
+        },
+        trials=tried,
+        chosen=chosen,
+        finals=runs,
+        environment={key: started[-1].get(key) for key in kept},
+    )
+
+
+def sentence(protocol: Protocol, specs: Sequence[Spec], out: Path) -> str | None:
+    """Say in a sentence what one sees in a comparison with AdamW on one task; None where there is nothing to say."""
+    if len({(spec.dataset, spec.model) for spec in specs}) > 1:
+        return None
+    runs = [final_of(spec, out) for spec in specs]
+    steps = max((run.curve[-1][0] for run in runs if run.curve), default=0)
+    labels = {name: optimizer.label for name, optimizer in protocol.optimizers.items()}
+    record = Record(protocol.name, "", "", steps, labels, {}, [], {}, runs, {})
+    ends = {
+        name: statistics.fmean(losses)
+        for name in labels
+        if (losses := [run.loss for run in record.runs(name) if run.loss is not None])
+    }
+    if REFERENCE not in ends or len(ends) < 2:
+        return None
+    best = min(ends, key=lambda name: ends[name])
+    if best == REFERENCE:
+        second = min((name for name in ends if name != REFERENCE), key=lambda name: ends[name])
+        next_best = f"{labels[second]} is next with {ends[second]:.4g}"
+        return f"{labels[best]} ends at the lowest loss, {ends[best]:.4g}; {next_best}."
+    said = f"{labels[best]} ends at a loss of {ends[best]:.4g}, {labels[REFERENCE]} at {ends[REFERENCE]:.4g}"
+    when = reached(record, best)
+    if when is None or when.share_of_steps is None or when.share_of_seconds is None:
+        return f"{said}."
+    return (
+        f"{said}, where {labels[best]} was after {when.share_of_steps:.0%} of the steps and "
+        f"{when.share_of_seconds:.0%} of the time."
+    )
+
+
+def _trials(specs: Iterable[Spec], out: Path) -> list[Trial]:
+    found = []
+    for spec in specs:
+        folder = folder_of(spec, out)
+        status = folder.status()
+        loss = folder.metrics()[-1]["test_loss"] if status == "done" else None
+        found.append(Trial(spec.optimizer, spec.settings, status, loss))
+    return found
+
+
+def final_of(spec: Spec, out: Path) -> Final:
+    """Read what a run of the comparison has left in ``out``."""
+    folder = folder_of(spec, out)
+    rows = folder.metrics()
+    result = folder.read("result.json") or {}
+    steps = rows[0]["steps"] if rows else 0
+    curve = [(round(row["epoch"] * steps), row["seconds"], row["test_loss"]) for row in folder.metrics("curve.jsonl")]
+    seconds = 0.0
+    for row in rows:
+        seconds += row["train_seconds"]
+        curve.append(((row["epoch"] + 1) * steps, seconds, row["test_loss"]))
+    status = folder.status()
+    return Final(
+        spec.optimizer,
+        spec.seed,
+        status,
+        rows[-1]["test_loss"] if status == "done" else None,
+        result.get("test_loss"),
+        result.get("test_error"),
+        seconds,
+        [(step, round(at, 2), float(f"{loss:.5g}")) for step, at, loss in sorted(curve)],
+    )
+
+
+def _compact(content: dict[str, Any]) -> str:
+    """JSON with a line for each trial and run, so that differences between versions can be read."""
+    lines = []
+    for key, value in content.items():
+        if isinstance(value, list):
+            entries = ",\n  ".join(json.dumps(entry) for entry in value)
+            lines.append(f" {json.dumps(key)}: [\n  {entries}\n ]")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+# What it shows
+
+
+@dataclass(frozen=True)
+class Reached:
+    """When an optimizer is at the target: medians over seeds, and how many of them get there."""
+
+    steps: float | None
+    seconds: float | None
+    share_of_steps: float | None  # of all that AdamW takes
+    share_of_seconds: float | None
+    seeds: int
+    of: int
+
+
+def target(record: Record) -> float | None:
+    """The validation loss that tuned AdamW has at the end, as a mean over seeds."""
+    losses = [run.loss for run in record.runs(REFERENCE) if run.loss is not None]
+    return statistics.fmean(losses) if losses else None
+
+
+def reached(record: Record, optimizer: str) -> Reached | None:
+    """When an optimizer is at the target. None where nothing can be said yet."""
+    goal, runs, reference = target(record), record.runs(optimizer), record.runs(REFERENCE)
+    if goal is None or not runs:
+        return None
+    first = [next(((step, s) for step, s, loss in run.curve if loss <= goal), (math.inf, math.inf)) for run in runs]
+    steps, seconds = (statistics.median(values) for values in zip(*first))
+    whole = statistics.fmean(run.seconds for run in reference)
+    got = sum(math.isfinite(step) for step, _ in first)
+    if not math.isfinite(steps):  # half of the seeds do not get there
+        return Reached(None, None, None, None, got, len(runs))
+    return Reached(steps, seconds, steps / record.steps, seconds / whole, got, len(runs))
+
+
+def geometric_mean(values: Sequence[float | None]) -> float | None:
+    """None where one of the values is: a target that is not reached has no time."""
+    if not values or any(value is None for value in values):
+        return None
+    return math.exp(statistics.fmean(math.log(value) for value in values if value is not None))
+
+
+def profile(records: Sequence[Record], clock: str) -> dict[str, list[tuple[float, float]]]:
+    """Performance profiles: for each optimizer, points (factor, share of workloads).
+
+    The share of workloads on which it reaches the target within that factor of the fastest, by ``steps`` or
+    ``seconds``.
+    """
+    times: dict[str, list[float]] = {}
+    for record in records:
+        found = {name: reached(record, name) for name in record.labels}
+        of = {name: getattr(r, clock) for name, r in found.items() if r and getattr(r, clock) is not None}
+        for name in record.labels:
+            times.setdefault(name, []).append(of[name] / min(of.values()) if name in of else math.inf)
+    return {
+        name: [
+            (factor, sum(f <= factor for f in factors) / len(factors))
+            for factor in sorted({f for f in factors if math.isfinite(f)})
+        ]
+        for name, factors in times.items()
+    }
+
+
+def band(record: Record, optimizer: str) -> tuple[float, float] | None:
+    """The lowest and the highest learning rate of trials within 5 % of the optimizer's best validation loss."""
+    found = [(t.settings["lr"], t.loss) for t in record.trials if t.optimizer == optimizer and t.loss is not None]
+    if not found:
+        return None
+    best = min(loss for _, loss in found)
+    good = [lr for lr, loss in found if loss <= best + (WITHIN - 1) * abs(best)]
+    return min(good), max(good)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An optimizer against AdamW on a workload: the paired difference in final test loss."""
+
+    workload: str
+    optimizer: str
+    difference: float
+    low: float  # of a 95 % interval
+    high: float
+    p: float  # two-sided, corrected for all comparisons of the suite
+
+    @property
+    def verdict(self) -> str:
+        if self.p >= 0.05:
+            return "no difference shown"
+        return "better" if self.difference < 0 else "worse"
+
+
+def comparisons(records: Sequence[Record]) -> list[Comparison]:
+    """Every optimizer against AdamW on every workload, where there are at least two seeds of both."""
+    from scipy import stats
+
+    found = []
+    for record in records:
+        reference = {run.seed: run.test_loss for run in record.runs(REFERENCE)}
+        for name in record.labels:
+            pairs = [(run.test_loss, reference.get(run.seed)) for run in record.runs(name)]
+            differences = [a - b for a, b in pairs if a is not None and b is not None]
+            if name == REFERENCE or len(differences) < 2:
+                continue
+            mean = statistics.fmean(differences)
+            error = statistics.stdev(differences) / len(differences) ** 0.5
+            half = float(stats.t.ppf(0.975, len(differences) - 1)) * error
+            p = float(2 * stats.t.sf(abs(mean) / error, len(differences) - 1)) if error else float(mean == 0)
+            found.append(Comparison(record.name, name, mean, mean - half, mean + half, p))
+    return _holm(found)
+
+
+def _holm(found: list[Comparison]) -> list[Comparison]:
+    """Holm's correction: the k-th smallest of n is multiplied by n - k + 1, and none is below the one before."""
+    worst = 0.0
+    corrected: dict[tuple[str, str], float] = {}
+    for k, one in enumerate(sorted(found, key=lambda c: c.p)):
+        worst = max(worst, min(1.0, one.p * (len(found) - k)))
+        corrected[one.workload, one.optimizer] = worst
+    return [replace(one, p=corrected[one.workload, one.optimizer]) for one in found]

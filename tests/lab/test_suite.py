@@ -1,0 +1,261 @@
+"""The suite: equal effort, targets, profiles and tests, and a small one run from beginning to end."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from scipy import stats
+
+from adabayes.cli import main
+from adabayes.lab import protocol, suite
+from adabayes.lab.protocol import Protocol, ProtocolError
+from adabayes.lab.report import suite_page
+from adabayes.lab.run.folder import folder_of
+from adabayes.lab.suite import Final, Record, Trial
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+NAMES = ("adamw", "fast", "never")
+
+
+def final(optimizer: str, seed: int, curve: list[tuple[int, float, float]], test_loss: float = 1.0) -> Final:
+    return Final(optimizer, seed, "done", curve[-1][2], test_loss, 10 * test_loss, curve[-1][1], curve)
+
+
+def record(name: str = "one", slow: float = 1.0) -> Record:
+    runs = []
+    for seed in range(3):
+        runs.append(final("adamw", seed, [(50, 5.0, 3.0), (100, 10.0, 2.0 + 0.1 * (seed - 1))], 2.0 + 0.1 * seed))
+        runs.append(final("fast", seed, [(25, 5.0 * slow, 1.9), (100, 20.0, 1.5)], 1.5 + 0.1 * seed + 0.001 * seed**2))
+        runs.append(final("never", seed, [(50, 6.0, 3.0), (100, 12.0, 2.5)], 2.5 - 0.1 * seed))
+    trials = [
+        Trial("adamw", {"lr": lr}, "done", loss) for lr, loss in ((1e-4, 3.0), (1e-3, 2.0), (3e-3, 2.09), (1e-2, 2.2))
+    ]
+    trials += [Trial("fast", {"lr": 1.0}, "diverged", None)]
+    labels = {name: name for name in NAMES}
+    styles = {name: ["#000000", "#ffffff", "solid"] for name in NAMES}
+    return Record(name, "a test", "error %", 100, labels, styles, trials, {n: {"lr": 1e-3} for n in NAMES}, runs, {})
+
+
+def workload(name: str = "digits") -> Protocol:
+    return protocol.load(f"suite/{name}")
+
+
+def test_there_are_eight_workloads_with_eight_rivals_each() -> None:
+    assert len(protocol.WORKLOADS) == 8
+    for name in protocol.WORKLOADS:
+        found = workload(name)
+        assert list(found.optimizers) == [
+            "sgd", "adamw", "schedule-free", "muon", "soap", "adabayes", "adabayes-fp", "adabayes-k",
+        ]  # fmt: skip
+        assert len(found.seeds) >= 5
+        assert found.validation > 0
+        assert found.test_at_end
+
+
+def test_every_optimizer_gets_as_many_trials_over_ranges_of_equal_width() -> None:
+    found = workload()
+    specs = suite.trials(found, 10)
+    assert len(specs) == 10 * len(found.optimizers)
+    assert len({spec.identity for spec in specs}) == len(specs)
+    assert {spec.seed for spec in specs}.isdisjoint(found.seeds)
+    assert not any(spec.test_at_end for spec in specs)  # nothing is tuned on the test set
+    shares = {}
+    for name, optimizer in found.optimizers.items():
+        own, *others = [spec.settings for spec in specs if spec.optimizer == name]
+        assert own == optimizer.settings
+        widths = {key: high / low for key, (low, high) in optimizer.search.items()}
+        assert widths == pytest.approx({"lr": 300, "weight_decay": 1000}, rel=0.02)
+        shares[name] = [
+            [math.log(s[key] / low) / math.log(high / low) for key, (low, high) in optimizer.search.items()]
+            for s in others
+        ]
+        assert all(0 <= share <= 1 for point in shares[name] for share in point)
+    first = shares.pop("sgd")
+    for points in shares.values():  # the same points, up to three digits
+        assert [share for point in points for share in point] == pytest.approx(
+            [share for point in first for share in point], abs=2e-3
+        )
+
+
+def test_a_larger_budget_adds_trials() -> None:
+    few, many = (suite.trials(workload(), budget) for budget in (3, 6))
+    assert many[: len(few)] == few
+    with pytest.raises(ProtocolError, match="--budget 0"):
+        suite.trials(workload(), 0)
+
+
+def test_the_target_is_adamws_mean_loss_at_the_end() -> None:
+    assert suite.target(record()) == pytest.approx(2.0)
+
+
+def test_time_to_target_is_that_of_the_first_test_at_or_below_it() -> None:
+    fast = suite.reached(record(), "fast")
+    assert fast == suite.Reached(25, 5.0, 0.25, 0.5, 3, 3)
+    never = suite.reached(record(), "never")
+    assert never == suite.Reached(None, None, None, None, 0, 3)
+    adamw = suite.reached(record(), "adamw")
+    assert adamw is not None
+    assert (adamw.seeds, adamw.share_of_steps) == (2, 1.0)  # the mean is not reached by all seeds
+
+
+def test_profiles_count_workloads_within_a_factor_of_the_fastest() -> None:
+    found = suite.profile([record(), record("two", slow=4.0)], "seconds")
+    # Seconds to the target: fast 5 and 20, AdamW 10 and 10.
+    assert found["fast"] == [(1.0, 0.5), (2.0, 1.0)]
+    assert found["adamw"] == [(1.0, 0.5), (2.0, 1.0)]
+    assert found["never"] == []
+
+
+def test_the_band_holds_learning_rates_within_five_percent() -> None:
+    assert suite.band(record(), "adamw") == (1e-3, 3e-3)
+    assert suite.band(record(), "fast") is None
+
+
+def test_geometric_means_need_every_value() -> None:
+    assert suite.geometric_mean([0.25, 1.0]) == pytest.approx(0.5)
+    assert suite.geometric_mean([0.25, None]) is None
+
+
+def test_differences_are_paired_over_seeds_and_corrected() -> None:
+    records = [record(), record("two")]
+    found = suite.comparisons(records)
+    assert [(c.workload, c.optimizer) for c in found] == [
+        ("one", "fast"), ("one", "never"), ("two", "fast"), ("two", "never"),
+    ]  # fmt: skip
+    for one in found[:2]:
+        ours = [run.test_loss for run in records[0].runs(one.optimizer)]
+        theirs = [run.test_loss for run in records[0].runs("adamw")]
+        p = stats.ttest_rel(ours, theirs).pvalue
+        low, high = stats.ttest_rel(ours, theirs).confidence_interval()
+        assert (one.low, one.high) == pytest.approx((low, high))
+        assert one.p >= p
+    assert found[0].verdict == "better"
+    assert found[1].verdict == "no difference shown"  # three seeds, a spread as large as the difference
+
+
+def test_holms_correction() -> None:
+    made = [suite.Comparison("w", str(i), 0, 0, 0, p) for i, p in enumerate((0.01, 0.04, 0.03, 0.005))]
+    assert [c.p for c in suite._holm(made)] == pytest.approx([0.03, 0.06, 0.06, 0.02])  # as in Holm's paper
+
+
+def test_records_are_kept_whole(tmp_path: Path) -> None:
+    path = record().write(tmp_path)
+    assert Record.read(path) == record()
+    for content in ("", "[]", "{}", path.read_text().replace('"curve"', '"curves"'), path.read_text()[:-90]):
+        path.write_text(content)
+        with pytest.raises(ProtocolError, match="is not a record of the suite"):
+            Record.read(path)
+
+
+def test_winners_have_the_lowest_validation_loss_at_the_end(tmp_path: Path) -> None:
+    found = workload().narrowed(optimizers=["sgd", "adamw"])
+    assert suite.best_of(found, 2, tmp_path) == {}
+    finals = suite.finals(replace(found, seeds=(0, 1)), {"adamw": {"lr": 0.5}})
+    assert [(spec.optimizer, spec.seed, spec.settings, spec.test_at_end) for spec in finals] == [
+        ("adamw", 0, {"lr": 0.5}, True), ("adamw", 1, {"lr": 0.5}, True),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make workloads short: one epoch of a narrow network."""
+    load = protocol.load
+    monkeypatch.setattr(
+        protocol, "load", lambda name: replace(load(name), epochs=1, batch_size=256, model_options={"width": 4})
+    )
+
+
+@pytest.mark.usefixtures("short", "signals")
+def test_a_suite_from_beginning_to_end_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "suite"
+    asked = ["suite", "--workload", "digits", "--optimizers", "adamw,muon,adabayes-k", "--budget", "2", "--seeds", "2"]
+    main([*asked, "--out", str(out)])
+    said = capsys.readouterr()
+    assert said.err.count(": done, ") == 3 * (2 + 2)
+    found = Record.read(out / "digits.json")
+    assert {trial.status for trial in found.trials} == {"done"}
+    for name in ("adamw", "muon", "adabayes-k"):
+        best = min((t for t in found.trials if t.optimizer == name), key=lambda t: t.loss or math.inf)
+        assert found.chosen[name] == best.settings
+        assert [run.seed for run in found.runs(name)] == [0, 1]
+        for run in found.runs(name):
+            assert run.test_loss != run.loss  # another split
+            assert run.curve[-1][2] == pytest.approx(run.loss, rel=1e-4)
+            assert [step for step, *_ in run.curve] == [3, 6]
+    main([*asked, "--out", str(out)])
+    assert capsys.readouterr().err.count("was there already") == 3 * (2 + 2)
+
+    main(["suite", "--from", str(out), "--out", str(tmp_path / "page")])
+    page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+    assert "AdaBayes-K" in page
+    main(["suite", "--from", str(out), "--out", str(tmp_path / "again")])
+    assert (tmp_path / "again" / "index.html").read_text(encoding="utf-8") == page
+
+
+@pytest.mark.usefixtures("signals")
+def test_bad_requests_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for asked, message in (
+        (["--workload", "digit"], "unknown workload 'digit'; there are digits, .*Did you mean digits"),
+        (["--budget", "0"], "--budget 0: there must be at least one trial"),
+        (["--from", str(tmp_path)], "there are no records in"),
+        (["--optimizers", "adamv"], "unknown optimizer 'adamv'.*Did you mean adamw"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["suite", *asked, "--out", str(tmp_path / "out")])
+        assert ended.value.code == 1
+        assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_page_tells_what_the_records_hold(tmp_path: Path, browser: Browser) -> None:
+    page = suite_page.write([record(), record("two", slow=4.0)], tmp_path)
+    view = browser.new_page(viewport={"width": 1300, "height": 900})
+    errors: list[str] = []
+    view.on("pageerror", lambda error: errors.append(str(error)))
+    view.goto(page.as_uri())
+    assert view.locator("#times tbody tr").count() == 3
+    cells = view.locator("#times tr[data-optimizer=fast] td").all_text_contents()
+    assert cells == ["fast", "0.25", "0.25", "0.25"]
+    view.get_by_role("button", name="seconds").first.click()
+    cells = view.locator("#times tr[data-optimizer=fast] td").all_text_contents()
+    assert cells == ["fast", "0.50", "2.00", "1.00"]
+    assert view.locator("#times tr[data-optimizer=never] td").all_text_contents() == ["never", "-", "-", "-"]
+    view.get_by_role("button", name="difference to AdamW").click()
+    assert "better" in view.locator("#ends tr[data-optimizer=fast] td").all_text_contents()[1]
+    assert view.locator(".plot .main-svg").count() >= 4
+    assert not errors
+    view.close()
+
+
+def test_a_comparison_is_told_in_a_sentence(tmp_path: Path) -> None:
+    chosen = replace(workload().narrowed(optimizers=["adamw", "adabayes-k"]), seeds=(0,), validation=0.0)
+    specs = chosen.runs()
+    assert suite.sentence(chosen, specs, tmp_path) is None  # nothing is done yet
+    losses = {"adamw": (3.0, 2.0), "adabayes-k": (1.9, 1.5)}
+
+    def write() -> None:
+        for spec in specs:
+            folder = folder_of(spec, tmp_path)
+            folder.path.mkdir(parents=True, exist_ok=True)
+            (folder.path / "metrics.jsonl").unlink(missing_ok=True)
+            for epoch, loss in enumerate(losses[spec.optimizer]):
+                costs = {"steps": 10, "state_bytes": 8.0, "train_seconds": 2.0, "test_seconds": 1.0}
+                folder.log({"epoch": epoch, "test_loss": loss, "test_error": 1.0, **costs})
+            folder.write("result.json", {"status": "done"})
+
+    write()
+    assert suite.sentence(chosen, specs, tmp_path) == (
+        "AdaBayes-K ends at a loss of 1.5, AdamW at 2, where AdaBayes-K was after 50% of the steps and 50% of the time."
+    )
+    losses["adamw"] = (1.2, 1.1)
+    write()
+    assert suite.sentence(chosen, specs, tmp_path) == (
+        "AdamW ends at the lowest loss, 1.1; AdaBayes-K is next with 1.5."
+    )
