@@ -10,12 +10,13 @@ from typing import Any
 
 from adabayes._warn import warn
 
-__all__ = ["RATIO", "USUAL_LR", "base_lr_of", "lr_sgd_of", "warn_if_papers", "warn_if_swapped"]
+__all__ = ["RATIO", "SETTLED_RATIO", "USUAL_LR", "base_lr_of", "lr_sgd_of", "warn_if_papers", "warn_if_swapped"]
 
 Number = Any  # float, or an array that JAX traces
 
 USUAL_LR = 1e-3
 RATIO = 100.0  # lr_sgd / lr in the paper
+SETTLED_RATIO = 1e5  # of AdaBayes-FP and AdaBayes-K, by the evidence: nowhere worse than AdamW at the same lr
 
 
 def base_lr_of(lr: Number | None, lr_sgd: Number | None, ratio: float = RATIO) -> Number:
@@ -43,7 +44,7 @@ def warn_if_swapped(lr: float, lr_sgd: float) -> None:
     if lr_sgd < lr:
         warn(
             f"lr_sgd={lr_sgd:g} is below lr={lr:g}: hardly any weight will move like Adam. "
-            "Have the two been swapped? lr is Adam's learning rate, lr_sgd is SGD's, usually some 100 times larger; "
+            "Have the two been swapped? lr is Adam's learning rate, lr_sgd is SGD's, at least 100 times larger; "
             "leave it out for the usual ratio."
         )
 

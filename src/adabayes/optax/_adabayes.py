@@ -13,6 +13,7 @@ from adabayes import filtering
 from adabayes.optax._chain import chain
 from adabayes.optax._leaves import Leaves
 from adabayes.optax._numbers import Rate, Rates, Scalar, bias_correction, caster, check, plain, resolve_rates
+from adabayes.rates import RATIO
 
 
 class ScaleByAdaBayesState(NamedTuple):
@@ -44,7 +45,7 @@ def scale_by_adabayes(
 
     Arguments are those of :func:`adabayes`.
     """
-    base_lr, lr_sgd = resolve_rates(learning_rate, base_lr, lr_sgd)
+    base_lr, lr_sgd = resolve_rates(learning_rate, base_lr, lr_sgd, RATIO)
     learning_rate, batch_size, b1 = map(plain, (learning_rate, batch_size, b1))
     check("batch_size", batch_size, 1, math.inf)
     check("b1", b1, 0, 1)

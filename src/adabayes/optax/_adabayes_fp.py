@@ -12,6 +12,7 @@ from adabayes import filtering
 from adabayes.optax._chain import chain
 from adabayes.optax._leaves import Leaves
 from adabayes.optax._numbers import Rate, Rates, Scalar, bias_correction, caster, check, plain, resolve_rates
+from adabayes.rates import SETTLED_RATIO
 
 
 class ScaleByAdaBayesFPState(NamedTuple):
@@ -39,7 +40,7 @@ def scale_by_adabayes_fp(
 
     Arguments are those of :func:`adabayes_fp`.
     """
-    base_lr, lr_sgd = resolve_rates(learning_rate, base_lr, lr_sgd)
+    base_lr, lr_sgd = resolve_rates(learning_rate, base_lr, lr_sgd, SETTLED_RATIO)
     b1, b2 = plain(b1), plain(b2)
     check("b1", b1, 0, 1)
     check("b2", b2, 0, 1)
@@ -87,7 +88,7 @@ def adabayes_fp(
     """AdaBayes-FP, Algorithm 2: the filter at its fixed point, AdamW whose epsilon is ``learning_rate / lr_sgd``.
 
     It gives the same numbers as :class:`adabayes.AdaBayesFP`. Arguments are those of :func:`adabayes`; ``b2`` is the
-    decay of the averaged square.
+    decay of the averaged square. ``lr_sgd=None`` is 1e5 times the base, which is AdamW but for the smallest gradients.
     """
     directions = scale_by_adabayes_fp(
         learning_rate, lr_sgd, b1, b2, base_lr=base_lr, mu_dtype=mu_dtype, state_dtype=state_dtype, seed=seed

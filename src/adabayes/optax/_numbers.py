@@ -27,16 +27,18 @@ class Rates(NamedTuple):
         return cls(jnp.asarray(lr, jnp.float32), jnp.asarray(lr_sgd, jnp.float32))
 
 
-def resolve_rates(learning_rate: Rate, base_lr: Scalar | None, lr_sgd: Scalar | None) -> tuple[Scalar, Scalar]:
+def resolve_rates(
+    learning_rate: Rate, base_lr: Scalar | None, lr_sgd: Scalar | None, ratio: float
+) -> tuple[Scalar, Scalar]:
     """Return ``base_lr`` and ``lr_sgd``, each as given or by default."""
     learning_rate, base_lr, lr_sgd = map(plain, (learning_rate, base_lr, lr_sgd))
     check("learning_rate", learning_rate, 0, math.inf)
     check("base_lr", base_lr, 0, math.inf, above=True)
     check("lr_sgd", lr_sgd, 0, math.inf, above=True)
     if base_lr is None:
-        base_lr = base_lr_of(float(learning_rate) if is_known(learning_rate) else None, lr_sgd)
+        base_lr = base_lr_of(float(learning_rate) if is_known(learning_rate) else None, lr_sgd, ratio)
     if lr_sgd is None:
-        lr_sgd = lr_sgd_of(base_lr)
+        lr_sgd = lr_sgd_of(base_lr, ratio=ratio)
     if is_known(base_lr) and is_known(lr_sgd):
         warn_if_swapped(base_lr, lr_sgd)
     return base_lr, lr_sgd

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
+from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
 from adabayes.kernels import library
@@ -159,7 +160,7 @@ class FusedSteps:
             outer = sys.getrefcount(optimizer.__dict__["state"]) <= 2  # in its place, and as an argument
             self._lent = not (outer and all(plan.is_ours_alone() for plan in self._plans.values()))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # beyond its limit, the compiler tries what a step calls
+    @_disable_dynamo  # beyond its limit, the compiler tries what a step calls
     def _new_plan(self, optimizer: EngineOptimizer, group: Group, params: list[Tensor]) -> _Plan | None:
         assert self._kernel is not None
         indices = optimizer.indices(group, params)

@@ -15,6 +15,7 @@ from adabayes.optim._fused import Kernel
 from adabayes.optim._state import Entry, own_state
 from adabayes.optim._tensors import Scalar, as_float, real_view
 from adabayes.optim._two_rates import TwoRateOptimizer
+from adabayes.rates import SETTLED_RATIO
 
 __all__ = ["AdaBayesFP"]
 
@@ -56,11 +57,11 @@ class AdaBayesFP(TwoRateOptimizer):
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
         lr: Adam's learning rate, and *the* learning rate: what scales it, a scheduler or a group with its own,
-            scales ``lr_sgd`` too. Made with 0, to be set later, it is taken as a schedule of ``lr_sgd / 100`` or, if
+            scales ``lr_sgd`` too. Made with 0, to be set later, it is taken as a schedule of ``lr_sgd / 1e5`` or, if
             that is not given, of 1e-3.
         lr_sgd: learning rate for weights with small gradients, in units of the averaged gradient. Coming from
-            ``torch.optim.SGD(lr, momentum)``, which sums instead, give ``lr / (1 - momentum)``. None: 100 ``lr``,
-            the paper's ratio.
+            ``torch.optim.SGD(lr, momentum)``, which sums instead, give ``lr / (1 - momentum)``. None: 1e5 ``lr``,
+            which is AdamW but for the smallest gradients. The paper has 100 ``lr``.
         betas: decay of the averaged gradient and of its averaged square.
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
         reduction: ``"mean"`` or ``"sum"``: how the loss was reduced over the minibatch.
@@ -96,6 +97,7 @@ class AdaBayesFP(TwoRateOptimizer):
 
     STATE = {"exp_avg": Entry(), "exp_avg_sq": Entry()}  # noqa: RUF012
     KERNEL: ClassVar[Kernel | None] = SETTLED
+    RATIO = SETTLED_RATIO
 
     @explains_unknown
     def __init__(

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
 from adabayes.eigenbasis import basis_of, carried, factor, from_modes, modes, refreshed, rotate, rows, sides, to_modes
@@ -71,7 +72,7 @@ class AdaBayesK(AdaBayesFP):
 
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
-        lr: as for AdamW, whose learning rate carries over; what scales it, a scheduler or a group with its own, scales
+        lr: begin with three times AdamW's; what scales it, a scheduler or a group with its own, scales
             ``lr_sgd`` too.
         lr_sgd: the highest learning rate that a direction can get, in units of the averaged gradient. None: 1e5 ``lr``.
         betas: decay of the averaged gradient, and of its averaged square and covariances.
@@ -108,7 +109,6 @@ class AdaBayesK(AdaBayesFP):
     """
 
     KERNEL = None  # for whole steps; what is done element by element has AdaBayes-FP's
-    RATIO = 1e5
     IN_PLACE = True
     ROTATES = True
 
@@ -226,7 +226,7 @@ class AdaBayesK(AdaBayesFP):
             load[slots[index]] += costs[index]
         self._slots = key, slots
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # bases are refreshed by decisions of the program
+    @_disable_dynamo  # bases are refreshed by decisions of the program
     def _step_group(self, group: Group) -> None:
         super()._step_group(group)
 
