@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+LAB := $(VENV)/.lab
 
-.PHONY: bench bench-lab bench-matrix browser demo docs test test-long test-versions sanitize lint clean
+.PHONY: bench bench-lab bench-matrix browser demo docs evidence-page test test-long test-versions sanitize lint clean
 .DELETE_ON_ERROR:
 
-demo: $(READY)  ## the paper's nine optimizers and AdaBayes-K on handwritten digits, to a table
+demo: $(LAB)  ## the paper's nine optimizers and AdaBayes-K on handwritten digits, to a table
 	$(BIN)/adabayes reproduce
 
 test: $(READY) browser  ## everything that must hold, in 13 minutes on 2 cores
@@ -16,15 +17,23 @@ test: $(READY) browser  ## everything that must hold, in 13 minutes on 2 cores
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile  # threads that spin would get in each other's way
 
+evidence-page: $(READY)  ## the page of the records in evidence/, without training: build/evidence/index.html
+	$(BIN)/adabayes suite --from evidence --out build/evidence
+
 docs: $(READY)  ## the site: build/docs/index.html
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 	@echo "The site: build/docs/index.html"
 
 browser:  # for the tests of pages: Debian's Chromium, if it is not there and can be had
-	@command -v chromium || command -v google-chrome || (apt-get update -qq && apt-get install -y -qq chromium) >/dev/null 2>&1 \
-	    || echo "There is no Chromium and it cannot be installed from here: tests in the browser will be skipped."
+	@if command -v chromium || command -v chromium-browser || command -v google-chrome; then exit 0; fi; \
+	if command -v apt-get >/dev/null && test "$$(id -u)" = 0; then \
+	    echo "There is no Chromium, which the tests of pages need: apt-get installs the system package chromium."; \
+	    if apt-get update -qq && apt-get install -y -qq chromium; then exit 0; fi >/dev/null; \
+	fi; \
+	echo "There is no Chromium, and it cannot be installed from here: tests in the browser are skipped, those of" \
+	    "reports and of the explorer (tests/lab/test_report.py, tests/lab/test_theory.py)."
 
-test-long: $(READY)  ## what takes longer: 30 kills, compiled training, Ctrl-C on Ray; 4 minutes
+test-long: $(READY)  ## what takes longer: 30 kills, deaths at every file operation, damaged files, compiled training, Ctrl-C on Ray; half an hour
 	$(BIN)/pytest -m long
 
 bench-lab: $(READY)  ## the lab's batches and training loop against the usual ones, 2 minutes
@@ -58,7 +67,15 @@ clean:
 	rm -rf $(VENV) build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard src/adabayes/kernels/*.[ch])
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+SOURCES := pyproject.toml constraints.txt hatch_build.py $(wildcard src/adabayes/kernels/*.[ch])
+
+$(LAB): $(SOURCES)  # the lab, without what only tests need
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) '.[lab]'
 	touch $@
+
+$(READY): $(SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) '.[dev]'
+	touch $(LAB) $@

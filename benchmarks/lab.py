@@ -25,9 +25,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from adabayes._machine import processor
-from adabayes.lab import data, protocol, training
+from adabayes.lab import data, protocol
 from adabayes.lab.data import Images
-from adabayes.lab.store import RunFolder
+from adabayes.lab.run import training
+from adabayes.lab.run.folder import RunFolder
 
 BATCH, STEPS = 128, 30
 
@@ -88,7 +89,7 @@ def main() -> None:
         for x, y in ready:
             loss = F.cross_entropy(model(x), y)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
         return time.perf_counter() - started
 

@@ -54,7 +54,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, steps:
             for _ in range(ACCUMULATION):
                 windows = torch.randint(data.count("train"), (MICRO_BATCH,), generator=random)
                 loss = loss_of(model, *data.train_batch(windows, random)) / ACCUMULATION
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()

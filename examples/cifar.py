@@ -23,8 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from adabayes import AdaBayes, AdaBayesFP, param_groups
 from adabayes.lab import models
-from adabayes.lab.data import Data, load
-from adabayes.lab.files import DataError
+from adabayes.lab.data import Data, DataError, load
 
 BATCH = 64
 # SGD's 0.1 with momentum 0.9 is 1.0 for AdaBayes, which averages gradients where torch's SGD sums them. Its penalty of
@@ -57,7 +56,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, images
     # Over the last twentieth of training: a longer memory would still hold the weights of its first half. The buffers
     # are BatchNorm's statistics, which belong to the weights and are averaged with them.
     decay = 1 - 1 / (1 + steps / 20)
-    average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+    average = get_ema_multi_avg_fn(decay)
     averaged = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
     random = torch.Generator().manual_seed(0)
     with Progress() as progress:
@@ -68,7 +67,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, images
                 x, y = data.train_batch(indices, random)
                 loss = cross_entropy(model(x), y)
                 optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 scheduler.step()

@@ -28,7 +28,7 @@ def train(model: nn.Module, data: Data, steps: int) -> Correlations:
     for _ in range(steps):
         x, y = data.train_batch(torch.randint(data.count("train"), (8,), generator=random), random)
         optimizer.zero_grad()
-        cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()  # type: ignore[no-untyped-call]
+        cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
         watch.see()  # gradients are ready; it changes nothing
         optimizer.step()
     return watch

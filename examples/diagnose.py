@@ -49,7 +49,7 @@ def training() -> tuple[nn.Module, AdaBayes, Callable[[Tensor, Tensor], Tensor],
         pixels, labels = load_digits(return_X_y=True)
         x, y = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(labels)
         while True:
-            for batch in torch.randperm(len(x)).split(BATCH):  # type: ignore[no-untyped-call]
+            for batch in torch.randperm(len(x)).split(BATCH):
                 yield x[batch], y[batch]
 
     return model, optimizer, loss, batches()
@@ -70,7 +70,7 @@ def main() -> None:
     observer = Observer(optimizer, model=model)
     for x, y in track(islice(batches, args.steps), f"{args.steps} steps", total=args.steps):
         optimizer.zero_grad()
-        loss(x, y).backward()  # type: ignore[no-untyped-call]
+        loss(x, y).backward()
         optimizer.step()
 
     regimes(optimizer, model).print()

@@ -83,7 +83,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int, seed:
             batch = order[start : start + BATCH]
             optimizer.zero_grad()
             loss = cross_entropy(model(train_x[batch]), train_y[batch])
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             started = time.perf_counter()
             optimizer.step()
             run.step_seconds += time.perf_counter() - started

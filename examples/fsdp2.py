@@ -56,7 +56,7 @@ def train(model: nn.Module, optimizer: AdaBayes, x: Tensor, y: Tensor, steps: ra
         batch = torch.randint(len(x), (BATCH,), generator=torch.Generator().manual_seed(step))[mine]
         optimizer.zero_grad()
         loss = cross_entropy(model(x[batch]), y[batch])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
 
 

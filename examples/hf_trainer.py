@@ -60,7 +60,7 @@ def small_llama() -> LlamaForCausalLM:
         num_attention_heads=4,
         max_position_embeddings=CONTEXT,
     )
-    return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    return LlamaForCausalLM(config)
 
 
 def main() -> None:

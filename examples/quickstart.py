@@ -26,7 +26,7 @@ for _ in range(30):  # epochs
     for batch in torch.split(train[torch.randperm(len(train))], 64):
         optimizer.zero_grad()
         loss = cross_entropy(model(x[batch]), y[batch])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
 
 with torch.no_grad():

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
-import jax.experimental
 import pytest
 import torch
 
@@ -15,8 +13,6 @@ from adabayes import AdaBayes, AdaBayesFP, AdaBayesK, AdaBound
 from tests.whitened import Whitened
 
 Maker = Callable[..., torch.optim.Optimizer]
-
-enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64  # as it is on Python 3.10
 
 MAKERS: dict[str, Maker] = {
     "adabayes-exact": AdaBayes,

@@ -11,12 +11,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -117,7 +119,8 @@ def sharded(net: nn.Module, **options: Any) -> nn.Module:
     for layer in net.children():
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(net, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
+    return net
 
 
 def fsdp(make: Any, **form: Any) -> nn.Module:
@@ -169,33 +172,33 @@ def checkpointed(make: Any, folder: Path, before: Path | None, steps: range, dty
     optimizer = make(net.parameters())
     if before is not None:
         weights, state = get_model_state_dict(net), get_optimizer_state_dict(net, optimizer)
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=str(before))
+        load({"model": weights, "optimizer": state}, checkpoint_id=str(before))
         set_model_state_dict(net, weights)
         set_optimizer_state_dict(net, optimizer, state)
     train(net, optimizer, steps)
     state = get_optimizer_state_dict(net, optimizer)
-    dcp.save({"model": get_model_state_dict(net), "optimizer": state}, checkpoint_id=str(folder))
+    save({"model": get_model_state_dict(net), "optimizer": state}, checkpoint_id=str(folder))
     return net
 
 
 def cases(out: Path) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     for name, make in OPTIMIZERS.items():
-        yield f"{name}-alone", lambda make=make: alone(make)
-        yield f"{name}-accumulated", lambda make=make: accumulated(make)
-        yield f"{name}-mixed", lambda make=make: fsdp_mixed(make)
+        yield f"{name}-alone", partial(alone, make)
+        yield f"{name}-accumulated", partial(accumulated, make)
+        yield f"{name}-mixed", partial(fsdp_mixed, make)
         for form, options in FORMS.items():
             if form == "fused" and name == "adabound":
                 continue
             for kind in (ddp, fsdp, tensor_parallel):
-                yield (
-                    f"{name}-{kind.__name__}-{form}",
-                    lambda kind=kind, make=make, options=options: kind(make, **options),
-                )
+                yield f"{name}-{kind.__name__}-{form}", partial(kind, make, **options)
     yield "adabayes-zero", lambda: zero(AdaBayes, {"lr": 0.01, "batch_size": BATCH, "weight_decay": 0.1})
     yield "fp-zero", lambda: zero(AdaBayesFP, {"lr": 0.01, "weight_decay": 0.1})
     # Checkpoints go from two processes to four, to one, and back to two: `checkpoints` says which is whose.
-    order = {2: [(None, "two", range(2)), ("one", "two-again", range(5, STEPS))], 4: [("two", "four", range(2, 4))]}
-    order[1] = [("four", "one", range(4, 5))]
+    order: dict[int, list[tuple[str | None, str, range]]] = {
+        2: [(None, "two", range(2)), ("one", "two-again", range(5, STEPS))],
+        4: [("two", "four", range(2, 4))],
+        1: [("four", "one", range(4, 5))],
+    }
     for before, after, steps in order[dist.get_world_size()]:
         for name in ("adabayes", "fp"):
             for low in (False, True):
@@ -205,10 +208,11 @@ def cases(out: Path) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
                     continue
                 make = OPTIMIZERS[name]
                 if low:
-                    make = lambda params, make=make: make(params, state_dtype=torch.bfloat16)  # noqa: E731
+                    make = partial(make, state_dtype=torch.bfloat16)
                 yield (
                     f"{suffix}-{after}",
-                    lambda make=make, before=before, after=after, steps=steps, suffix=suffix, low=low: checkpointed(
+                    partial(
+                        checkpointed,
                         make,
                         out / f"checkpoint-{after}-{suffix}",
                         out / f"checkpoint-{before}-{suffix}" if before else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import adabound
 import pytest
@@ -51,7 +52,13 @@ def start() -> torch.Tensor:
 def test_equals_the_published_package(
     lr: float, final_lr: float, gamma: float, decay: float, amsbound: bool, foreach: bool
 ) -> None:
-    common = {"lr": lr, "final_lr": final_lr, "gamma": gamma, "weight_decay": decay, "amsbound": amsbound}
+    common: dict[str, Any] = {
+        "lr": lr,
+        "final_lr": final_lr,
+        "gamma": gamma,
+        "weight_decay": decay,
+        "amsbound": amsbound,
+    }
     theirs = path(adabound.AdaBound([start()], **common), gradients(60), drop_at=40)
     ours = path(AdaBound([start()], **common, foreach=foreach), gradients(60), drop_at=40)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)

@@ -59,8 +59,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def install_and_run(python: Path, wheel: Path, script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", "--no-index", wheel]
-    subprocess.run(install, check=True, cwd=cwd)
+    options = ["--quiet", "--no-deps", "--force-reinstall", "--no-index"]
+    subprocess.run([python, "-m", "pip", "install", *options, wheel], check=True, cwd=cwd)
     return subprocess.run([python, "-I", "-c", script], capture_output=True, text=True, cwd=cwd, check=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from adabayes import __version__, kernels
+from adabayes import __version__, cli, kernels
 from adabayes.bench import measure, torch_steps
+from adabayes.bench.report import Report, Row
 from adabayes.bench.workloads import QUICK, WORKLOADS, Workload
+from adabayes.cli import doctor
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,8 +29,10 @@ def adabayes(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 HELP = """
-import contextlib, io, sys
+import contextlib, io, os, sys
 from adabayes import cli
+
+os.environ["COLUMNS"] = "80"
 
 def say(*arguments):
     out = io.StringIO()
@@ -37,21 +42,35 @@ def say(*arguments):
 
 assert say("--version") == f"adabayes {cli.__version__}\\n"
 commands = {
-    (): ["doctor", "bench", "reproduce", "train", "tune", "report", "theory", "runs", "data"],
+    (): ["doctor", "bench", "reproduce", "train", "tune", "suite", "report", "theory", "runs", "data"],
     ("data",): ["list", "fetch", "verify"],
 }
 for before, names in commands.items():
     text = say(*before, "--help")
-    assert "{" + ",".join(names) + "}" in text, text  # there are no others
+    wide = [line for name in names for line in (text + say(*before, name, "--help")).splitlines() if len(line) > 80]
+    assert not wide, wide
+    lines = text.partition("commands:")[2].splitlines()
+    listed = [line.split()[0] for line in lines if line.startswith("    ") and line[4] != " "]
+    assert listed == names, text  # there are no others
     for name in names:
         assert say(*before, name, "--help").startswith(" ".join(["usage: adabayes", *before, name]))
+for name in ("train", "tune"):  # which take one data set and one model
+    assert "commas" not in say(name, "--help")
 heavy = {"torch", "numpy", "jax", "matplotlib", "rich", "adabayes.lab"} & set(sys.modules)
 assert not heavy, heavy
 """
 
 
-def test_help_and_version_do_not_wait_for_torch() -> None:
+def test_help_and_version_do_not_wait_for_torch_and_fit_80_columns() -> None:
     subprocess.run([sys.executable, "-c", HELP], check=True)
+
+
+def test_the_import_costs_nothing_beyond_torchs() -> None:
+    code = "import sys, torch; before = set(sys.modules); import adabayes; print(*set(sys.modules) - before)"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    others = {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) - {"adabayes", "torch"}
+    assert not others, others
+    assert "torch._dynamo" not in found  # a second by itself
 
 
 @pytest.mark.parametrize("command", [[], ["data"]])
@@ -62,10 +81,40 @@ def test_without_a_command_the_help_is_printed_and_that_is_no_error(command: lis
     assert bare.stderr == ""
 
 
-def test_an_unknown_command_is_an_error_that_names_the_commands() -> None:
-    done = adabayes("benhc")
-    assert done.returncode == 2
-    assert "'bench'" in done.stderr or "bench," in done.stderr  # as the version of Python quotes them
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [(["benhc"], "bench"), (["data", "ftech"], "fetch"), (["bench", "--backend", "jaxx"], "jax")],
+)
+def test_a_misspelt_command_is_an_error_that_names_the_commands_and_the_nearest(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    said = capsys.readouterr().err
+    assert f"'{meant}'" in said or f"{meant}," in said or f" {meant})" in said  # as the version of Python quotes them
+    assert f"did you mean {meant}?" in said
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["nothing-like-it"])
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def test_that_nobody_reads_the_output_is_no_error() -> None:
+    """As with ``adabayes doctor | true``."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "adabayes", "doctor"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_output_that_cannot_be_written_is_an_error_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit, match=r"^adabayes: cannot write the output: .*No space left"):
+            cli.main(["--help"])
+        assert sys.stdout is full
 
 
 def test_the_version_stands_in_one_place() -> None:
@@ -76,13 +125,33 @@ def test_the_version_stands_in_one_place() -> None:
     assert cited in ([], [__version__])
 
 
-def test_doctor_tells_versions_and_kernels() -> None:
-    done = adabayes("doctor")
-    assert done.returncode == 0, done.stderr
-    assert f"adabayes      {__version__}" in done.stdout
-    assert torch.__version__ in done.stdout
-    assert (kernels.unavailable() or kernels.instruction_set()) in done.stdout
-    assert "lab yes" in done.stdout
+def test_doctor_tells_versions_and_kernels_and_all_extras(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["doctor"])
+    said = capsys.readouterr().out
+    assert f"adabayes      {__version__}" in said
+    assert torch.__version__ in said
+    assert (kernels.unavailable() or kernels.instruction_set()) in said
+    table = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
+    declared = re.findall(r"^(\w+) = \[", table.partition("\n[")[0], re.MULTILINE)
+    assert "lightning" in declared
+    listed = re.findall(r"[\w-]+", said.partition("\nextras")[2].replace("not installed", ""))
+    assert set(declared) <= set(listed)
+    assert doctor.extras()["plot"]
+
+
+def test_doctor_names_extras_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.metadata.distribution
+
+    def without_ray(name: str) -> importlib.metadata.Distribution:
+        if name == "ray":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return find(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", without_ray)
+    found = doctor.extras()
+    assert not found["ray"]
+    assert found["plot"]
+    assert "not installed" in doctor.diagnosis()
 
 
 def test_bench_measures_prints_writes_and_draws(tmp_path: Path) -> None:
@@ -92,7 +161,7 @@ def test_bench_measures_prints_writes_and_draws(tmp_path: Path) -> None:
     chosen = [word for name in names for word in ("--optimizer", name)]
     done = adabayes("bench", *options, *chosen, "--json", str(file), "--plot", str(picture))
     assert done.returncode == 0, done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert max(map(len, done.stdout.splitlines()[:-2])) <= 80  # below are paths
     report = json.loads(file.read_text())
     assert report["machine"]["torch"] == torch.__version__
     assert report["settings"]["threads"] == 1
@@ -130,10 +199,21 @@ def test_bench_measures_optimizers_of_matrices(tmp_path: Path) -> None:
         (["--json", "no/such/folder/file.json"], "there is no folder"),
     ],
 )
-def test_bench_refuses_what_it_does_not_know_before_it_measures(arguments: list[str], message: str) -> None:
-    done = adabayes("bench", *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_bench_refuses_what_it_does_not_know_before_it_measures(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_slow_steps_have_a_table_of_80_columns_too() -> None:
+    settings = measure.Settings(("gpt2",), ("pytorch_optimizer.SOAP",), threads=2, repeats=1)
+    machine = {"processor": "Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz (64 cores)", "torch": "2.15.0+cu128"}
+    for milliseconds in (99.994, 999.94, 12345.6):
+        row = Row("gpt2", "pytorch_optimizer.SOAP", 10, milliseconds, milliseconds, milliseconds, 1, 38, 10.1, 1, ())
+        table = Report(settings, machine, (row,)).table()
+        assert max(map(len, table.splitlines())) <= 80
 
 
 def test_workloads_have_the_sizes_of_the_networks() -> None:

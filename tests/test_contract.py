@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adabayes import AdaBayes
+from adabayes.optim._engine import EngineOptimizer
 from tests.conftest import MAKERS, Maker, assert_same
 
 
@@ -73,6 +74,7 @@ def test_forms_agree_under_other_default_dtypes(name: str, default_dtype: torch.
 def test_state_is_made_for_parameters_with_gradients_only(make: Maker, foreach: bool) -> None:
     params = parameters()
     optimizer = make(params, foreach=foreach)
+    assert isinstance(optimizer, EngineOptimizer)
     set_gradients(params, 0, without=(0, 3))
     optimizer.step()
     assert {i for i, p in enumerate(params) if p in optimizer.state} == {1, 2, 4, 5}
@@ -144,7 +146,7 @@ def test_goes_downhill(make: Maker, foreach: bool, dtype: torch.dtype) -> None:
     y = x @ torch.tensor([[1.0], [-2.0], [0.5], [0.1]], dtype=dtype)
     optimizer = make([weight], lr=0.03, foreach=foreach)
 
-    def closure() -> Tensor:
+    def closure() -> Any:  # a tensor, as in most code; torch's types say a float
         optimizer.zero_grad()
         loss = 0.01 * (x @ weight - y).square().mean()  # gradients below 1 / (B lr), beyond which AdaBayes is slow
         (4 * loss if optimizer.param_groups[0].get("reduction") == "sum" else loss).backward()
@@ -402,7 +404,8 @@ def test_a_group_added_under_a_scheduled_tensor_lr_has_the_right_base() -> None:
 
 
 def test_a_group_may_state_its_beta1() -> None:
-    optimizer = AdaBayes([{"params": [torch.zeros(1)], "beta1": 0.5}, {"params": [torch.zeros(1)]}], beta1=0.8)
+    groups: list[dict[str, Any]] = [{"params": [torch.zeros(1)], "beta1": 0.5}, {"params": [torch.zeros(1)]}]
+    optimizer = AdaBayes(groups, beta1=0.8)
     assert [group["betas"] for group in optimizer.param_groups] == [(0.5,), (0.8,)]
 
 

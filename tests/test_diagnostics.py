@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import matplotlib
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -34,7 +36,7 @@ def steady(optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor], step
 
 @PAIR
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_shares_and_quantiles_of_known_gradients(cls: type[AdaBayes], reduction: str) -> None:
+def test_shares_and_quantiles_of_known_gradients(cls: type[AdaBayes], reduction: Literal["mean", "sum"]) -> None:
     """Known sizes on either side of the crossover, in tensors of different size."""
     a, b = torch.zeros(100), torch.zeros(10, 30)
     optimizer = cls([("a", a), ("b", b)], LR, LR_SGD, reduction=reduction, batch_size=64)
@@ -211,7 +213,8 @@ def test_observer_changes_nothing() -> None:
 
     def train(observed: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(12, 2)).to(memory_format=torch.channels_last)
+        net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(12, 2))
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         scale = nn.Parameter(torch.ones(()))
         spectrum = nn.Parameter(torch.ones(3, dtype=torch.complex64))
         params = [*net.parameters(), scale, spectrum, nn.Parameter(torch.empty(0))]
@@ -242,13 +245,16 @@ def test_observer_stops_when_closed() -> None:
 def test_plot_draws_the_weights_and_the_four_lines(tmp_path: Path) -> None:
     torch.manual_seed(0)
     a, b = torch.zeros(40), torch.zeros(30)
-    optimizer = AdaBayes([{"params": [("a", a)]}, {"params": [("b", b)], "lr": 1e-2}], LR, LR_SGD)
+    groups: list[dict[str, Any]] = [{"params": [("a", a)]}, {"params": [("b", b)], "lr": 1e-2}]
+    optimizer = AdaBayes(groups, LR, LR_SGD)
     observer = Observer(optimizer)
     steady(optimizer, [torch.logspace(-4, 0, 40), torch.zeros(30)])
     ax = observer.plot(tmp_path / "rates.png")
-    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    legend = ax.get_legend()
+    assert legend is not None
+    labels = [text.get_text() for text in legend.get_texts()]
     assert labels == ["Adam, lr / rms(g)", "SGD, lr_sgd", "fixed point", "crossover", "weights"]
-    drawn = [len(line.get_xdata()) for line in ax.get_lines() if line.get_marker() == "."]
+    drawn = [np.size(line.get_xdata()) for line in ax.get_lines() if line.get_marker() == "."]
     assert drawn[:2] == [40, 30]
     assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
 

@@ -86,7 +86,7 @@ def test_checkpoints_go_from_any_number_of_processes_to_any_other(out: Path, nam
 
 @pytest.mark.parametrize("name", ["adabayes", "fp"])
 def test_checkpoints_keep_the_dtype_of_the_state(out: Path, name: str) -> None:
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     for place in ("two", "four", "one", "two-again"):
         entries = FileSystemReader(out / f"checkpoint-{place}-{name}-bf16").read_metadata().state_dict_metadata

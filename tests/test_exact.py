@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -35,12 +36,14 @@ def step(optimizer: AdaBayes, gradient: torch.Tensor | list[float]) -> torch.Ten
 def after_start(g: float) -> float:
     """The gain after a first gradient: the filter starts at its fixed point and takes its first step."""
     flow = f.ornstein_uhlenbeck(f.drift(LR, LR_SGD, BATCH), LR_SGD)
-    return f.update(f.predict(f.fixed_point(g * g, LR, LR_SGD), flow), f.curvature(g, BATCH))
+    return float(f.update(f.predict(f.fixed_point(g * g, LR, LR_SGD), flow), f.curvature(g, BATCH)))
 
 
 @settings(deadline=None)
 @given(st.floats(1e-8, 1e4), st.booleans(), st.sampled_from(["mean", "sum"]))
-def test_filter_starts_at_the_fixed_point_of_the_first_gradient(g: float, foreach: bool, reduction: str) -> None:
+def test_filter_starts_at_the_fixed_point_of_the_first_gradient(
+    g: float, foreach: bool, reduction: Literal["mean", "sum"]
+) -> None:
     optimizer = AdaBayes([zeros(1)], LR, LR_SGD, BATCH, foreach=foreach, reduction=reduction)
     gain = step(optimizer, [g * (BATCH if reduction == "sum" else 1)]).item()
     assert gain == pytest.approx(after_start(g), rel=1e-12)
@@ -73,7 +76,7 @@ def test_distributed_checkpointing_does_not_spoil_the_start() -> None:
     model = torch.nn.Linear(3, 2).double()
     optimizer = AdaBayes(model.parameters(), LR, LR_SGD, BATCH)
     before = copy.deepcopy(list(model.parameters()))
-    saved = get_optimizer_state_dict(model, optimizer)  # steps at lr = 0 with zero gradients to make the state
+    saved: Any = get_optimizer_state_dict(model, optimizer)  # steps at lr = 0 with zero gradients to make the state
     assert saved["state"]["weight"]["gain"].shape == (2, 3)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
     for p in model.parameters():
@@ -86,7 +89,7 @@ def test_distributed_checkpointing_does_not_spoil_the_start() -> None:
 @pytest.mark.parametrize("dynamics", ["exact", "paper"])
 @pytest.mark.parametrize(("lr_sgd", "base_lr"), [(None, 1e-3), (0.1, 1e-3), (0.5, 5e-3)])
 def test_a_group_made_at_lr_zero_is_a_schedule_of_the_usual_rates(
-    dynamics: str, lr_sgd: float | None, base_lr: float
+    dynamics: Literal["exact", "paper"], lr_sgd: float | None, base_lr: float
 ) -> None:
     """As with warm-ups that set the rate themselves: they must not make their first, tiny rate the base of all."""
     late = AdaBayes([zeros(2)], 0.0, lr_sgd, BATCH, dynamics=dynamics)
@@ -100,7 +103,7 @@ def test_a_group_made_at_lr_zero_is_a_schedule_of_the_usual_rates(
 
 
 @pytest.mark.parametrize("dynamics", ["exact", "paper"])
-def test_lr_zero_moves_nothing_at_any_time(dynamics: str, foreach: bool) -> None:
+def test_lr_zero_moves_nothing_at_any_time(dynamics: Literal["exact", "paper"], foreach: bool) -> None:
     w = torch.ones(3, dtype=torch.float64)
     optimizer = AdaBayes([w], LR, LR_SGD, BATCH, weight_decay=0.1, dynamics=dynamics, foreach=foreach)
     for lr in (0.0, LR, 0.0, 0.0, LR):

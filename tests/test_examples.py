@@ -124,8 +124,8 @@ def test_lightning_module_resumes_to_the_same_weights(tmp_path: Path) -> None:
 WITH_CHECKSUMS = """
 import runpy, sys
 from dataclasses import replace
-from adabayes.lab import files
-files.SOURCES["cifar10"] = replace(files.SOURCES["cifar10"], files={checksums})
+from adabayes.lab.data import download
+download.SOURCES["cifar10"] = replace(download.SOURCES["cifar10"], files={checksums})
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -6,7 +6,7 @@ import copy
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -101,14 +101,15 @@ def test_fused_equals_single(
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     params = [laid_out(shape, layout, dtype) for shape in shapes]
-    optimizers = [make(variant, copy.deepcopy(params), fused=True), make(variant, copy.deepcopy(params), foreach=False)]
+    fused = make(variant, copy.deepcopy(params), fused=True)
+    single = make(variant, copy.deepcopy(params), foreach=False)
     for t in range(5):
-        for optimizer in optimizers:
+        for optimizer in (fused, single):
             set_gradients(optimizer.param_groups[0]["params"], t, missing)
             optimizer.step()
             if t == 2:
                 optimizer.param_groups[0]["lr"] *= 0.1
-    assert_close(*optimizers, dtype)
+    assert_close(fused, single, dtype)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -200,8 +201,9 @@ def test_fused_true_says_why_it_cannot(cls: type[AdaBayes]) -> None:
         with pytest.raises(RuntimeError, match=f"^{message}.*foreach is taken"):
             optimizer.step()
     for other in ("foreach", "capturable"):
+        both: dict[str, Any] = {"fused": True, other: True}
         with pytest.raises(RuntimeError, match=f"`fused` and `{other}` cannot be `True` together"):
-            cls([torch.zeros(3)], fused=True, **{other: True})
+            cls([torch.zeros(3)], **both)
     with pytest.raises(RuntimeError, match=r"^`fused` does not support `differentiable`.*single-tensor form"):
         cls([torch.zeros(3)], fused=True, differentiable=True)
 
@@ -373,14 +375,14 @@ def test_gradients_of_another_layout_are_understood(cls: type[AdaBayes]) -> None
     torch.manual_seed(0)
     w, v = (nn.Parameter(torch.randn(3, 4, 5, 5).to(memory_format=torch.channels_last)) for _ in range(2))
     v.data.copy_(w.data)
-    optimizers = [cls([w]), cls([v], foreach=False)]
+    fused, single = cls([w]), cls([v], foreach=False)
     for _ in range(3):
         w.grad = torch.randn(3, 4, 5, 5)  # contiguous
         v.grad = w.grad.clone()
-        for optimizer in optimizers:
+        for optimizer in (fused, single):
             optimizer.step()
-    assert optimizers[0]._fused
-    assert_close(*optimizers, torch.float32)
+    assert fused._fused
+    assert_close(fused, single, torch.float32)
 
 
 @CLASSES
@@ -426,6 +428,7 @@ def test_grad_scaler_leaves_unscaling_to_the_kernel(cls: type[AdaBayes], dtype: 
         scaled.zero_grad()
         bad = t in (1, 4)
         scaler.scale((w.float() * (float("inf") if bad else 1.0)).square().mean()).backward()
+        assert w.grad is not None
         before = w.grad.clone()
         scaler.step(scaled)
         torch.testing.assert_close(w.grad, before, rtol=0, atol=0, equal_nan=True)
@@ -493,7 +496,7 @@ def test_state_is_trusted_again_once_nobody_else_has_it(cls: type[AdaBayes]) -> 
         return bool(optimizer._fused._lent)
 
     assert not steps()
-    holders = [
+    holders: list[Callable[[], Any]] = [
         lambda: optimizer.state,
         lambda: optimizer.state[w],
         lambda: optimizer.state[w]["exp_avg"],

@@ -119,6 +119,7 @@ class InOrder(transformers.Trainer):
     """Takes examples as they come."""
 
     def get_train_dataloader(self) -> Any:
+        assert isinstance(self.train_dataset, Points)
         return self.accelerator.prepare(self.train_dataset.loader())
 
 
@@ -148,13 +149,20 @@ def trainer(folder: Path, make: Maker, how: str = "instance", **options: Any) ->
     return InOrder(net, trainer_arguments(folder, **options), train_dataset=Points(), **given)
 
 
+def optimizer_in(training: transformers.Trainer) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's wrapper."""
+    wrapper: Any = training.optimizer
+    optimizer: torch.optim.Optimizer = wrapper.optimizer
+    return optimizer
+
+
 @CLASSES
 @pytest.mark.parametrize("how", ["instance", "class"])
 def test_the_trainer_equals_a_plain_loop(cls: Maker, how: str, tmp_path: Path) -> None:
     """Given an optimizer, or the class, for which it makes the groups itself."""
     training = trainer(tmp_path, cls, how)
     training.train()
-    assert_same(training.optimizer.optimizer, by_hand(cls))
+    assert_same(optimizer_in(training), by_hand(cls))
 
 
 @CLASSES
@@ -163,7 +171,7 @@ def test_the_trainer_resumes_in_the_middle_of_an_epoch_bit_for_bit(cls: Maker, t
     whole.train()
     resumed = trainer(tmp_path, cls, "class")
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert_same(resumed.optimizer.optimizer, whole.optimizer.optimizer)
+    assert_same(optimizer_in(resumed), optimizer_in(whole))
 
 
 @PAIR
@@ -200,6 +208,7 @@ def test_a_transformer_trains_in_bf16_autocast_and_each_parameter_has_fp32_state
     training.train()
     losses = [entry["loss"] for entry in training.state.log_history if "loss" in entry]
     assert losses[-1] < 0.9 * losses[0]
+    assert training.optimizer is not None
     state = training.optimizer.state
     assert set(state) == set(model.parameters())
     assert {entry.dtype for entries in state.values() for entry in entries.values()} == {torch.float32}
@@ -242,7 +251,8 @@ def test_accelerate_resumes_and_equals_a_plain_loop(cls: Maker, tmp_path: Path) 
                 optimizer.zero_grad()
         if save:
             accelerator.save_state(str(save))
-        return optimizer.optimizer
+        inner: torch.optim.Optimizer = optimizer.optimizer
+        return inner
 
     whole = train(0, STEPS)
     train(0, 3, save=tmp_path / "saved")
@@ -266,7 +276,7 @@ class Module(lightning.LightningModule):
         self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-        loss = self.net(**batch)["loss"]
+        loss: Tensor = self.net(**batch)["loss"]
         self.losses.append(loss.item())
         return loss
 
@@ -317,9 +327,10 @@ def test_state_and_diagnostics_are_reached_from_within_a_module(cls: type[AdaBay
     """Where Lightning gives a wrapper that poses as an AdaBayes."""
     module, training = Module(cls), lightning_trainer()
     training.fit(module, Points().loader())
-    assert module.optimizers() is not training.optimizers[0]
-    assert module.optimizers().state is training.optimizers[0].state
-    assert regimes(module.optimizers()) == regimes(training.optimizers[0])
+    wrapper: Any = module.optimizers()
+    assert wrapper is not training.optimizers[0]
+    assert wrapper.state is training.optimizers[0].state
+    assert regimes(wrapper) == regimes(training.optimizers[0])
 
 
 @LIGHTNING
@@ -376,6 +387,7 @@ def test_state_and_diagnostics_are_reached_through_a_wrapper(cls: type[AdaBayes]
     assert regimes(wrapped) == regimes(optimizer)
     assert len(observer.points()) == len(list(net.parameters()))
     wrapped.state[net.inner.weight]["exp_avg"] = torch.zeros_like(net.inner.weight)  # noticed by the kernel
+    assert net.inner.weight.grad is not None
     net.inner.weight.grad.zero_()
     before = net.inner.weight.detach().clone()
     wrapped.step()
@@ -433,7 +445,7 @@ def test_a_step_for_each_parameter_inside_backward_equals_the_usual_one(cls: Mak
     """So that no more than one gradient is alive at a time."""
     fused, usual = Net(), Net()
     optimizer = cls(usual.parameters(), lr=LR, weight_decay=DECAY)
-    own = {p: cls([p], lr=LR, weight_decay=DECAY) for p in fused.parameters()}
+    own: dict[Tensor, torch.optim.Optimizer] = {p: cls([p], lr=LR, weight_decay=DECAY) for p in fused.parameters()}
 
     def step(p: Tensor) -> None:
         own[p].step()
@@ -490,5 +502,6 @@ def test_stochastic_weight_averaging_is_the_one_by_hand(cls: Maker) -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(LR / 10)
     for p, history in zip(averaged.parameters(), zip(*seen)):
         torch.testing.assert_close(p, torch.stack(history).mean(0), rtol=0, atol=1e-14)
+    assert isinstance(averaged.module, nn.Sequential)
     hidden = averaged.module[0](Points().x)  # BatchNorm's input; momentum=None is the plain mean over batches
     torch.testing.assert_close(averaged.module[1].running_mean, hidden.detach().mean(0))

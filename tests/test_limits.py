@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
@@ -122,7 +124,9 @@ def test_fp_is_adamw_with_an_epsilon_that_has_a_meaning() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(learning_rates, st.floats(10, 1e3), st.floats(1e-3, 1e3), st.sampled_from(["exact", "paper"]))
-def test_gain_settles_at_the_fixed_point(lr: float, ratio: float, x: float, dynamics: str) -> None:
+def test_gain_settles_at_the_fixed_point(
+    lr: float, ratio: float, x: float, dynamics: Literal["exact", "paper"]
+) -> None:
     """From the start that each has, under steady gradients x times the crossover."""
     lr_sgd = ratio * lr
     k = 0.01

@@ -176,8 +176,9 @@ def test_a_small_decay_shrinks_bf16_weights(cls: type[AdaBayes], form: dict[str,
 def test_small_steps_arrive_in_bf16_weights(cls: type[AdaBayes], form: dict[str, Any]) -> None:
     """Steps of a tenth of the least change of a bf16 weight, against the same in fp32."""
     low, high = torch.ones(4096, dtype=torch.bfloat16), torch.ones(4096)
-    for w, more in ((low, {"stochastic_rounding": True}), (high, {})):
-        optimizer = cls([w], lr=1e-4, lr_sgd=4e-4, **form, **more)
+    rounding: dict[str, Any] = {"stochastic_rounding": True}
+    for w, options in ((low, {**form, **rounding}), (high, form)):
+        optimizer = cls([w], lr=1e-4, lr_sgd=4e-4, **options)
         for _ in range(200):
             w.grad = torch.ones_like(w)
             optimizer.step()
@@ -224,7 +225,8 @@ def test_compiled_step_rounds_alike() -> None:
 
 
 def test_wrong_calls() -> None:
-    for wrong in (torch.float16, "float8"):
+    wrongs: list[Any] = [torch.float16, "float8"]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match=r"Invalid state_dtype: .*torch\.bfloat16"):
             AdaBayes([torch.zeros(1)], state_dtype=wrong)
     w = torch.zeros(1, dtype=torch.float64)

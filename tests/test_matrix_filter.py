@@ -18,7 +18,11 @@ from adabayes.filtering import fixed_point
 from tests.conftest import all_state
 
 F64 = torch.float64
-FORMS = {"fused": {}, "foreach": {"fused": False, "foreach": True}, "single": {"fused": False, "foreach": False}}
+FORMS: dict[str, dict[str, Any]] = {
+    "fused": {},
+    "foreach": {"fused": False, "foreach": True},
+    "single": {"fused": False, "foreach": False},
+}
 
 
 @pytest.fixture(params=list(FORMS))
@@ -29,7 +33,10 @@ def form(request: pytest.FixtureRequest) -> dict[str, Any]:
 def gradients(*shape: int, steps: int, dtype: torch.dtype = F64, seed: int = 0) -> list[Tensor]:
     """Gradients whose rows and columns are correlated, about a mean."""
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda *size: torch.randn(*size, generator=generator, dtype=F64)  # noqa: E731
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=F64)
+
     left, right, mean = draw(shape[0], shape[0]), draw(shape[1], shape[1]), draw(*shape)
     return [(0.3 * mean + left @ draw(*shape) @ right).to(dtype) for _ in range(steps)]
 
@@ -87,7 +94,7 @@ def test_it_computes_what_the_definition_says(form: dict[str, Any], options: dic
 def test_without_bases_it_is_adabayes_fp(form: dict[str, Any]) -> None:
     """Sides above ``max_size`` keep the identity."""
     grads, start = gradients(6, 4, steps=50), torch.ones(6, 4, dtype=F64)
-    common = {"lr": 0.02, "lr_sgd": 2.0, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    common: dict[str, Any] = {"lr": 0.02, "lr_sgd": 2.0, "betas": (0.9, 0.99), "weight_decay": 0.1}
     k = run(lambda p: AdaBayesK(p, **common, max_size=1, cautious=False, **form), start, grads)
     fp = run(lambda p: AdaBayesFP(p, **common, fused=False), start, grads)
     for a, b in zip(k, fp):
@@ -135,7 +142,8 @@ def test_it_is_sgd_with_averaged_momentum_when_adam_has_no_say(form: dict[str, A
 
 
 def orthogonal(n: int, seed: int) -> Tensor:
-    return torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=F64))[0]
+    Q: Tensor = torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=F64))[0]
+    return Q
 
 
 @settings(max_examples=20, deadline=None)
@@ -218,7 +226,8 @@ def test_a_resumed_run_goes_on_to_the_same_bits(
     optimizer = AdaBayesK(model.parameters(), **options)
     for t in range(12):
         backward(model, t)
-        model[4].weight.grad = None if t < 3 else model[4].weight.grad  # thawed later than its twin
+        if t < 3:
+            model.get_parameter("4.weight").grad = None  # thawed later than its twin
         optimizer.step()
         if t + 1 == at:
             weights, saved = copy.deepcopy(model.state_dict()), optimizer.state_dict()
@@ -240,10 +249,11 @@ def test_a_resumed_run_goes_on_to_the_same_bits(
             resumed.load_state_dict({"state": state, "param_groups": groups})
         for t in range(at, 12):
             backward(twin, t)
-            twin[4].weight.grad = None if t < 3 else twin[4].weight.grad
+            if t < 3:
+                twin.get_parameter("4.weight").grad = None
             resumed.step()
-        for a, b in zip(model.parameters(), twin.parameters()):
-            assert torch.equal(a, b)
+        for p, q in zip(model.parameters(), twin.parameters()):
+            assert torch.equal(p, q)
         for a, b in zip(all_state(optimizer), all_state(resumed)):
             assert torch.equal(a, b)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from adabayes import AdaBayes, AdaBayesFP, reference
+from tests.conftest import Maker
 
 STEPS = 1000
 BATCH = 128
@@ -33,11 +34,11 @@ class Problem:
         return self.curvature * w + self.noise[t - 1]
 
 
-def run(optimizer_class: type[torch.optim.Optimizer], reduction: str, **settings: Any) -> tuple[Any, Any]:
+def run(make: Maker, reduction: str, **settings: Any) -> tuple[Any, Any]:
     """The parameters after each step, and the optimizer."""
     problem = Problem()
     w = torch.tensor(problem.start, requires_grad=True)
-    optimizer = optimizer_class([w], lr=LR, lr_sgd=LR_SGD, weight_decay=DECAY, reduction=reduction, **settings)
+    optimizer = make([w], lr=LR, lr_sgd=LR_SGD, weight_decay=DECAY, reduction=reduction, **settings)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: schedule(i + 1))
     path = []
     for t in range(1, STEPS + 1):

@@ -1,5 +1,7 @@
 """One table of cases that the reference, torch's three forms and optax all run through, and must agree on.
 
+tests/with_jax/test_parity.py has optax's part.
+
 Gradients come from a list that is drawn beforehand, over seven decades of size; so what is compared is the optimizers
 alone. Differences are relative to the largest weight, after all steps, and may be half a unit in the last place for
 each step: what rounding the weights costs at worst. In float64 that is 6e-13 for 5,000 steps; 3e-14 was seen.
@@ -10,21 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 from numpy.typing import NDArray
 
-import adabayes.optax as ours
 from adabayes import AdaBayes, AdaBayesFP, filtering, kernels, reference
-from tests.conftest import enable_x64
 
 Array = NDArray[np.float64]
+Method = Literal["exact", "paper", "fp"]
+METHODS: tuple[Method, ...] = ("exact", "paper", "fp")
 WEIGHTS, BATCH, B1, B2 = 64, 128, 0.9, 0.999
 
 
@@ -46,7 +45,7 @@ def warm_up(t: NDArray[np.int64]) -> Array:
 
 @dataclass(frozen=True)
 class Case:
-    method: str = "exact"  # or paper, or fp
+    method: Method = "exact"
     factor: Callable[[NDArray[np.int64]], Array] = constant  # of the learning rate, step by step
     steps: int = 300
     dtype: str = "float64"
@@ -80,7 +79,7 @@ class Case:
 
 
 def combine(base: list[Case]) -> list[Case]:
-    return [replace(case, method=method) for case in base for method in ("exact", "paper", "fp")]
+    return [replace(case, method=method) for case in base for method in METHODS]
 
 
 CASES = combine(
@@ -145,97 +144,48 @@ def by_torch(case: Case, **form: Any) -> Array:
     return weights.double().numpy()
 
 
-def by_optax(case: Case) -> Array:
-    with enable_x64(case.dtype == "float64"):
-        dtype = jnp.dtype(case.dtype)
-        rates = jnp.asarray(case.lr * case.factors)
-        options: dict[str, Any] = {"lr_sgd": case.lr_sgd, "base_lr": case.lr, "weight_decay": case.weight_decay}
-        if case.method == "fp":
-            optimizer = ours.adabayes_fp(lambda count: rates[count], b1=B1, b2=B2, **options)
-        else:
-            optimizer = ours.adabayes(
-                lambda count: rates[count], b1=B1, batch_size=BATCH, dynamics=case.method, **options
-            )
-
-        def step(carry: Any, g: Any) -> Any:
-            weights, state = carry
-            updates, state = optimizer.update(g, state, weights)
-            return (optax.apply_updates(weights, updates), state), None
-
-        weights = jnp.asarray(case.start, dtype)
-        carry = weights, optimizer.init(weights)
-        (weights, _), _ = jax.lax.scan(step, carry, jnp.asarray(case.gradients, dtype))
-        return np.asarray(weights, np.float64)
-
-
 FORMS: dict[str, Callable[[Case], Array]] = {
     "single": lambda case: by_torch(case, foreach=False),
     "foreach": lambda case: by_torch(case, foreach=True),
     "fused": lambda case: by_torch(case, fused=True),
-    "optax": by_optax,
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.method}-{c.factor.__name__}-{c.steps}-{c.dtype}-{c.lr}")
-def test_all_forms_agree(case: Case, form: str) -> None:
-    if form == "fused" and (reason := kernels.unavailable()):
-        pytest.skip(reason)
+def assert_agrees(run: Callable[[Case], Array], case: Case) -> None:
     # bf16 weights lose most of each step to rounding, which the reference does not have: forms agree with one another.
     expected = by_torch(case, foreach=False) if case.dtype == "bfloat16" else by_reference(case)
     bound = case.bound * np.abs(expected).max()
     assert np.abs(expected - case.start).max() > 4 * bound  # something has moved, and that would be seen
-    assert np.abs(FORMS[form](case) - expected).max() < bound
+    assert np.abs(run(case) - expected).max() < bound
+
+
+ALL_CASES = pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: f"{c.method}-{c.factor.__name__}-{c.steps}-{c.dtype}-{c.lr}"
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@ALL_CASES
+def test_all_forms_agree(case: Case, form: str) -> None:
+    if form == "fused" and (reason := kernels.unavailable()):
+        pytest.skip(reason)
+    assert_agrees(FORMS[form], case)
+
+
+def in_two_groups(case: Case) -> Array:
+    """The weights at the end, the second half of them with a slower learning rate and without decay."""
+    half = WEIGHTS // 2
+    slow = replace(case, lr=3e-4, lr_sgd=0.03, weight_decay=0.0)
+    return np.concatenate([exactly(case)[:half], exactly(slow)[half:]])
 
 
 def test_groups_agree() -> None:
-    """Parameter groups of torch, and optax's partition."""
     case = Case(weight_decay=0.05)
     half = WEIGHTS // 2
-    slow = replace(case, lr=3e-4, lr_sgd=0.03, weight_decay=0.0)
-    expected = np.concatenate([exactly(case)[:half], exactly(slow)[half:]])
-
     parts = [torch.from_numpy(case.start[:half].copy()), torch.from_numpy(case.start[half:].copy())]
     groups = [{"params": parts[:1], "weight_decay": 0.05}, {"params": parts[1:], "lr": 3e-4}]
     optimizer = AdaBayes(groups, lr=1e-3, lr_sgd=0.1)  # what scales lr scales lr_sgd
     for g in case.gradients:
         parts[0].grad, parts[1].grad = torch.from_numpy(g[:half].copy()), torch.from_numpy(g[half:].copy())
         optimizer.step()
-    np.testing.assert_allclose(torch.cat(parts).numpy(), expected, rtol=0, atol=1e-10)
-
-    with enable_x64(True):
-        labels = {"first": "usual", "second": "slow"}
-        partition = optax.partition(
-            {"usual": ours.adabayes(1e-3, 0.1, weight_decay=0.05), "slow": ours.adabayes(3e-4)}, labels
-        )
-        params = {"first": jnp.asarray(case.start[:half]), "second": jnp.asarray(case.start[half:])}
-        state = partition.init(params)
-        step = jax.jit(partition.update)
-        for g in case.gradients:
-            grads = {"first": jnp.asarray(g[:half]), "second": jnp.asarray(g[half:])}
-            updates, state = step(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        np.testing.assert_allclose(np.concatenate(list(params.values())), expected, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("method", ["exact", "fp"])
-def test_bf16_state_is_rounded_by_the_same_bits(method: str) -> None:
-    """Nearly all of it is the same, bit for bit: a last digit of fp32 decides only now and then."""
-    case = Case(method=method, dtype="float32", steps=200)
-    weights = torch.from_numpy(case.start).float()
-    kind, transformation = (AdaBayesFP, ours.adabayes_fp) if method == "fp" else (AdaBayes, ours.adabayes)
-    optimizer = kind([weights], lr=case.lr, lr_sgd=case.lr_sgd, state_dtype=torch.bfloat16, seed=5)
-    optimized = transformation(case.lr, case.lr_sgd, state_dtype=jnp.bfloat16, seed=5)
-    state = optimized.init(jnp.asarray(case.start, jnp.float32))
-    update = jax.jit(optimized.update)
-    for g in case.gradients:
-        weights.grad = torch.from_numpy(g).float()
-        optimizer.step()
-        _, state = update(jnp.asarray(g, jnp.float32), state)
-    theirs = optimizer.state[weights]
-    for name, mine in (
-        ("exp_avg", state[0].mu),
-        ("exp_avg_sq" if method == "fp" else "gain", state[0][3 - (method == "fp")]),
-    ):
-        same = np.asarray(mine, np.float32) == theirs[name].float().numpy()
-        assert same.mean() > 0.95
+    np.testing.assert_allclose(torch.cat(parts).numpy(), in_two_groups(case), rtol=0, atol=1e-10)

@@ -95,7 +95,7 @@ def flat(optimizer: Any, params: list[Tensor]) -> dict[str, Tensor]:
     }
 
 
-def unflat(pieces: dict[str, Tensor], params: list[Tensor]) -> dict[str, Any]:
+def unflat(pieces: dict[str, Tensor], params: list[Tensor]) -> dict[int, dict[str, Tensor]]:
     """The state dict of what :func:`flat` gave, and the weights put into ``params``."""
     counts = [p.numel() * (2 if p.is_complex() else 1) for p in params]
     entries = {name: piece.clone().split(counts) for name, piece in pieces.items()}  # loading does not copy
@@ -113,7 +113,7 @@ def unflat(pieces: dict[str, Tensor], params: list[Tensor]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "dtype", "state"), list(cases()))
 def test_goes_on_as_it_did(name: str, dtype: str, state: str) -> None:
-    with safe_open(FILE, "pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(FILE, "pt") as file:
         prefix = f"{name}|{dtype}|{state}|"
         saved = {key[len(prefix) :]: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
         groups = json.loads(file.metadata()[prefix])

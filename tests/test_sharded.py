@@ -10,12 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from adabayes import AdaBayes, kernels
 from adabayes.diagnostics import Correlations, Observer, regimes
+from adabayes.optim._engine import EngineOptimizer
 from tests.conftest import Maker
 
 
@@ -24,7 +29,8 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store: Path = tmp_path_factory.mktemp("gloo") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     try:
-        net = fully_shard(nn.Linear(2, 1), mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+        net = nn.Linear(2, 1)
+        fully_shard(net, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
         net(torch.ones(1, 2)).sum().backward()
     except AttributeError as error:
         dist.destroy_process_group()
@@ -61,6 +67,7 @@ def test_fsdp2_trains_as_one_process_does(make_elementwise: Maker, foreach: bool
     for net in (whole, sharded):
         optimizer = make_elementwise(net.parameters(), weight_decay=0.1, foreach=foreach)
         train(net, optimizer, range(5))
+        assert isinstance(optimizer, EngineOptimizer)
         if foreach is None and kernels.unavailable() is None and optimizer.KERNEL:
             assert optimizer._fused  # the kernel took the shards, too
     assert_equal(whole, sharded)
@@ -80,9 +87,10 @@ def test_distributed_state_dict_resumes_exactly(make_elementwise: Maker) -> None
     train(whole, optimizer, range(3))
     saved = get_optimizer_state_dict(whole, optimizer)
     for p, q in zip(whole.parameters(), sharded.parameters()):
-        q.data.copy_(dist.tensor.distribute_tensor(p.data, q.device_mesh, q.placements))
+        assert isinstance(q, DTensor)
+        q.data.copy_(distribute_tensor(p.data, q.device_mesh, q.placements))
     resumed = make_elementwise(sharded.parameters())
-    options = dist.checkpoint.state_dict.StateDictOptions(full_state_dict=True)
+    options = StateDictOptions(full_state_dict=True)
     set_optimizer_state_dict(sharded, resumed, copy.deepcopy(saved), options=options)
     train(whole, optimizer, range(3, 6))
     train(sharded, resumed, range(3, 6))

@@ -35,7 +35,8 @@ def through_torch_save(state: dict[str, Any]) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    return torch.load(file, weights_only=True)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -166,7 +167,7 @@ def test_state_keeps_fp32_through_load_state_dict(make: Maker, dtype: torch.dtyp
     net = model(dtype)
     optimizer = make(net.parameters())
     train(net, optimizer, range(3))
-    seen = []
+    seen: list[torch.dtype] = []
     other = make(model(dtype).parameters())
     other.register_load_state_dict_post_hook(
         lambda o: seen.extend(v.dtype for state in o.state.values() for v in state.values())
@@ -206,9 +207,11 @@ def test_what_a_load_hook_returns_is_what_is_loaded(make: Maker) -> None:
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_are_whole_and_independent(make: Maker, way: str) -> None:
     net = model()
-    pair = (net, make(net.parameters(), lr=1e-2))
+    pair: tuple[nn.Module, torch.optim.Optimizer] = (net, make(net.parameters(), lr=1e-2))
     train(*pair, range(3))
-    twin = copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    twin: tuple[nn.Module, torch.optim.Optimizer] = (
+        copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    )
     assert_same(pair[1], twin[1])
     train(*twin, range(3, 6))
     before = copy.deepcopy(pair)

@@ -49,4 +49,5 @@ def outer(g: Tensor) -> Tensor:
 
 def whiten(covariance: Tensor, mean: Tensor) -> Tensor:
     damping = 1e-3 * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
-    return torch.linalg.solve(covariance + damping, rows_of(mean)).reshape(mean.shape)
+    solved: Tensor = torch.linalg.solve(covariance + damping, rows_of(mean))
+    return solved.reshape(mean.shape)

@@ -6,6 +6,7 @@ import hashlib
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from adabayes.lab import data, files, protocol
-from adabayes.lab.data import Data
-from adabayes.lab.files import Source
+from adabayes.lab import data, protocol
+from adabayes.lab.data import Data, download
+from adabayes.lab.data.download import Source
 from adabayes.lab.protocol import Spec
 
 if TYPE_CHECKING:
@@ -44,13 +45,22 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Give signals back to pytest, which a command in this process has taken."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def md5(path: Path) -> str:
     return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
 
 
 def write_cifar10(root: Path, pixels: np.ndarray, labels: np.ndarray) -> Source:
     """Write images, rows of 3072 bytes, in the form of CIFAR-10: six files alike, the last to test on."""
-    source = files.SOURCES["cifar10"]
+    source = download.SOURCES["cifar10"]
     folder = root / source.folder
     folder.mkdir()
     for name, x, y in zip(source.files, np.split(pixels, 6), np.split(labels, 6)):

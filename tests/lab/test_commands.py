@@ -7,17 +7,28 @@ import json
 import os
 import signal
 import statistics
+import sys
 import time
 import warnings
+from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+from optuna.distributions import FloatDistribution
+from optuna.trial import create_trial
 from rich.console import Console
+from rich.table import Table
 
-from adabayes.lab import results, sweep
-from adabayes.lab.display import Display
+from adabayes import cli
+from adabayes.lab import theory, tuning
+from adabayes.lab.display import Display, show
+from adabayes.lab.execute import local, sweep
 from adabayes.lab.protocol import load
-from adabayes.lab.store import RunFolder
+from adabayes.lab.report import results
+from adabayes.lab.run.folder import RunFolder, folder_of
+from adabayes.lab.theory import Check, Topic
 from tests.lab.conftest import adabayes, spec_of, start, start_and_wait
 
 PROTOCOL = """
@@ -75,20 +86,22 @@ def test_reproduce_trains_all_prints_a_table_and_writes_the_results(protocol: Pa
 
 
 def test_one_failed_run_is_told_and_does_not_stop_the_others(protocol: Path, tmp_path: Path) -> None:
-    with protocol.open("a") as file:
-        file.write("[optimizers.sgd]\nclass = 'torch.optim.Sgd'\n")
+    protocol.write_text(
+        PROTOCOL.replace('"sgd"', '"sparse"')
+        + "[optimizers.sparse]\nlabel = 'Sparse'\nclass = 'torch.optim.SparseAdam'\n"
+    )
     for jobs in ("1", "2"):
         out = tmp_path / jobs
         done = adabayes("reproduce", "--protocol", protocol, "--out", out, "--jobs", jobs, "--seeds", "1")
         assert done.returncode == 1
-        assert "failed: digits resnet8 sgd seed 0: there is no Sgd in torch.optim" in done.stderr
+        assert "failed: digits resnet8 sparse seed 0: RuntimeError: SparseAdam does not support dense" in done.stderr
         assert "1 of 2 runs have no result" in done.stderr
-        assert "SGD (failed)" in done.stdout
+        assert "Sparse (failed)" in done.stdout
         with (out / "results.csv").open() as file:
             assert [row["status"] for row in csv.DictReader(file)] == ["failed", "done"]
         listed = adabayes("runs", out).stdout
         assert "1 failed, 1 done" in listed
-        assert "no Sgd" in " ".join(listed.split())
+        assert "RuntimeError: SparseAdam" in listed
 
 
 def test_a_run_that_diverges_is_shown_as_such_and_is_no_failure(protocol: Path, tmp_path: Path) -> None:
@@ -164,9 +177,9 @@ def test_a_narrower_comparison_keeps_the_rows_of_the_others(protocol: Path, tmp_
 )
 def test_a_damaged_small_file_is_named_and_does_not_stop_a_comparison(name: str, content: str, tmp_path: Path) -> None:
     spec = spec_of(epochs=1)
-    folder = sweep.folder_of(spec, tmp_path)
+    folder = folder_of(spec, tmp_path)
     with Display(1, 1, Console(quiet=True)) as display:
-        sweep.run([spec], tmp_path, display, sweep.Stop())
+        local.run([spec], tmp_path, display, sweep.Stop())
         path = tmp_path / name if name == "sweep.json" else folder.path / name
         path.write_text(content)
         with warnings.catch_warnings(record=True) as warned:
@@ -174,7 +187,7 @@ def test_a_damaged_small_file_is_named_and_does_not_stop_a_comparison(name: str,
             specs, status = sweep.noted(tmp_path), folder.status()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            (outcome,) = sweep.run([spec], tmp_path, display, sweep.Stop())
+            (outcome,) = local.run([spec], tmp_path, display, sweep.Stop())
     assert name == "environment.json" or any(f"{name} is" in str(w.message) for w in warned)
     assert specs == [spec]
     assert status == "done" or name == "result.json"
@@ -207,21 +220,165 @@ def test_with_jobs_a_damaged_checkpoint_is_named_too(tmp_path: Path) -> None:
     assert f"checkpoint-{newest}.json is damaged" in done.stderr
 
 
-def test_tables_are_printed_whole_where_there_is_no_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+# Output
+
+
+@pytest.mark.usefixtures("signals")
+def test_the_page_is_written_whoever_reads_the_output(
+    protocol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As with ``reproduce 2>&1 | head -1``, and where the terminal has no ±."""
+    command = ["reproduce", "--protocol", str(protocol), "--out", str(tmp_path / "out"), "--optimizers", "sgd"]
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", encoding="utf-8") as closed, monkeypatch.context() as context:
+        context.setattr(sys, "stdout", closed)
+        context.setattr(sys, "stderr", closed)
+        cli.main(command)
+    page = tmp_path / "out" / "index.html"
+    assert page.stat().st_size > 1_000_000
+    page.unlink()
+    with (tmp_path / "said").open("w+", encoding="ascii") as file, monkeypatch.context() as context:
+        context.setattr(sys, "stdout", file)
+        cli.main(command)
+        file.seek(0)
+        assert "mean ? standard error of 2 seeds" in " ".join(file.read().split())
+    assert page.exists()
+
+
+HOSTILE = ("mine[v2]", "[red]", ":smile:", "=cmd|calc!A0")  # but names of files
+REFUSED = ("c[/]", "two\nlines", "esc\x1b[2Jape")  # which none of our files can hold
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And no character of theirs is one that a terminal obeys."""
+    specs = [replace(spec_of("sgd"), optimizer=name) for name in HOSTILE]
+    others = [replace(spec_of("sgd"), optimizer=name) for name in REFUSED]
+    (tmp_path / "sweep.json").write_text(json.dumps([asdict(spec) for spec in specs]))
+    cli.main(["runs", str(tmp_path)])
+    said = capsys.readouterr().out
+    screen = StringIO()
+    with Display(1, 1, Console(file=screen, force_terminal=True, width=100)) as display:
+        for spec in [*specs, *others]:
+            display.started(spec)
+        display.warned("[/] in a warning")
+        display._screen.refresh()
+        for spec in [*specs, *others]:
+            display.ended(spec, sweep.Outcome(spec, "failed", "why[/]"))
+    for shown in (said, screen.getvalue()):
+        for name in HOSTILE:
+            assert f"digits resnet8 {name}" in shown
+    for name in ("c[/]", "esc\N{REPLACEMENT CHARACTER}[2Jape"):
+        assert f"digits resnet8 {name}" in screen.getvalue()
+    assert "[/] in a warning" in screen.getvalue()
+    assert "why[/]" in screen.getvalue()
+    assert "\x1b[2J" not in said + screen.getvalue()
+
+
+def test_spreadsheets_do_not_run_what_is_in_the_results(tmp_path: Path) -> None:
+    quick = load("quick")
+    odd = ("=1+1", "+1", "-1", "@SUM(1)", "\t=1", "\n=1")
+    names = [*odd[:-1], "\r=1", "a=b", "a\r=b", "a\r\n=b"]
+    rows = [results.Row("digits", "resnet8", name, 0, "failed", -1, seconds=-1.5, error="-") for name in names]
+    results.write(quick, rows, [], tmp_path, "")
+    with (tmp_path / "results.csv").open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [row["optimizer"] for row in read] == [*(f"'{name}" for name in odd), "a=b", "a\n=b", "a\n=b"]
+    assert {(row["epochs"], row["seconds"], row["error"]) for row in read} == {("-1", "-1.5", "'-")}
+    assert json.loads((tmp_path / "results.json").read_text())["runs"][0]["optimizer"] == "=1+1"
+
+
+def paper_rows(label: str = "") -> list[Table]:
+    """The paper's table for its widest network, with long names, failures and three seeds."""
     paper = load("paper").narrowed(["cifar100"], ["densenet121"])
+    named = {name: replace(o, label=o.label + label) for name, o in paper.optimizers.items()}
     rows = [
         results.Row("cifar100", "densenet121", name, seed, "done", 200, 23.456 + seed, 1.2345 + seed, 23.456, 1.2345,
                     milliseconds_per_step=123.4)
-        for name in paper.optimizers for seed in range(3)
-    ]  # fmt: skip
-    for table in results.tables(paper, rows):
-        results.show(table)
+        for name in named for seed in range(3)
+    ] + [results.Row("cifar100", "densenet121", "sgd", 3, status, 0) for status in ("failed", "diverged")]  # fmt: skip
+    return results.tables(replace(paper, optimizers=named), rows)
+
+
+def test_figures_are_printed_whole_however_narrow_the_terminal_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    for table in paper_rows(" of a long name, longer than others are"):
+        show(table)
     printed = capsys.readouterr().out
     assert "…" not in printed
-    assert "21.29" in printed
+    assert "paper 21.29" in printed
     assert "24.46 ±0.58" in printed
+    assert "1.234 ±0.000" in printed
+
+
+def printed_at_80(*tables: Table) -> str:
+    """Print tables on a terminal of 80 columns."""
+    screen = Console(file=StringIO(), force_terminal=True, width=80, color_system=None)
+    for table in tables:
+        show(table, screen)
+    assert isinstance(screen.file, StringIO)
+    return screen.file.getvalue()
+
+
+def test_tables_fit_a_terminal_of_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results_ = printed_at_80(*paper_rows(), *paper_rows(" of a long name, longer than others are"))
+    assert results_.count("24.46 ±0.58") == 18
+    search = tuning.Search(
+        replace(load("quick").optimizers["adabayes"], label="A long name"),
+        (create_trial(params=dict.fromkeys("abcdefgh", 0.00012345), distributions={
+            name: FloatDistribution(1e-9, 1) for name in "abcdefgh"}, value=1.25),),
+    )  # fmt: skip
+    tuned = printed_at_80(tuning.table([search], "error %"))
+    assert "1.25" in tuned
+    checks = (Check("a claim in many words, " * 5, 1.2345e-17, -1.2345e-17, 1e-17),)
+    claims = printed_at_80(theory.table([Topic("x", "A title in many words, " * 5, "", checks, lambda figure: None)]))
+    assert "-1.2345e-17" in claims
+
+    monkeypatch.setenv("COLUMNS", "80")
+    specs = [
+        replace(spec_of("sgd"), dataset="cifar100", model="densenet121", optimizer=name, seed=1000003, epochs=200)
+        for name in ("adabayes-fp", "a-name-of-many-characters-" * 4)
+    ]
+    (tmp_path / "sweep.json").write_text(json.dumps([asdict(spec) for spec in specs]))
+    cli.main(["runs", str(tmp_path)])
+    cli.main(["data", "list", "--data", "/a/folder/with/a/name/that/is/long" * 3])
+    commands = capsys.readouterr().out
+    assert "0/200" in commands
+    for text in (results_, tuned, claims, commands):
+        assert "…" not in text
+        assert max(map(len, text.splitlines())) <= 80
+
+
+# Options
+
+
+@pytest.mark.usefixtures("signals")
+def test_train_has_a_folder_of_its_own(protocol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a comparison in out/PROTOCOL is not taken for that one run."""
+    monkeypatch.chdir(tmp_path)
+    cli.main(["train", "--protocol", str(protocol), "--optimizer", "sgd"])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine-train"]
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("command", [["tune", "--optimizers", "sgd", "--budget", "1"], ["train", "--optimizer", "sgd"]])
+def test_checkpoints_are_written_as_often_as_asked(
+    command: list[str], protocol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+    save = RunFolder.save
+
+    def noted(folder: RunFolder, number: int, tree: Any) -> None:
+        saved.append(number)
+        save(folder, number, tree)
+
+    monkeypatch.setattr(RunFolder, "save", noted)
+    cli.main([*command, "--protocol", str(protocol), "--checkpoint-every", "0", "--out", str(tmp_path / "out")])
+    assert len(saved) > 3
 
 
 def test_train_takes_settings(tmp_path: Path) -> None:
@@ -269,16 +426,24 @@ def test_folders_of_runs_are_merged_by_copying(tmp_path: Path) -> None:
         (["runs", "nowhere"], "there are no runs in nowhere"),
     ],
 )
-def test_bad_input_is_named_in_a_line_and_nothing_is_begun(arguments: list[str], message: str, tmp_path: Path) -> None:
-    done = adabayes(*arguments, cwd=tmp_path)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_bad_input_is_named_in_a_line_and_nothing_is_begun(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(arguments)
+    assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_help_teaches_with_examples() -> None:
-    for command in ("reproduce", "train", "tune"):
-        text = adabayes(command, "--help").stdout
-        assert f"adabayes {command} --" in text
-        assert "(default:" in text
+@pytest.mark.parametrize("command", ["reproduce", "train", "tune"])
+def test_help_teaches_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert f"adabayes {command} --" in text
+    assert "(default:" in text

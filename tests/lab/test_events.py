@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from adabayes.lab.data import Data
-from adabayes.lab.store import RunFolder
-from adabayes.lab.training import Interrupted, train
+from adabayes.lab.run.folder import RunFolder
+from adabayes.lab.run.training import Interrupted, Watch, train
 from tests.lab.conftest import adabayes, spec_of, start
 
 
@@ -24,12 +25,13 @@ def test_events_hold_the_log_of_a_run_that_was_interrupted(digits: Data, tmp_pat
     folder = RunFolder(tmp_path)
     stops = iter([False] * 15 + [True])  # in the second epoch
     with pytest.raises(Interrupted):
-        train(spec_of(), folder, digits, should_stop=lambda: next(stops), tensorboard=True)
+        train(spec_of(), folder, digits, watch=Watch(should_stop=lambda: next(stops)), tensorboard=True)
     assert len(scalars(tmp_path, "loss/test")) == 1
     train(spec_of(), folder, digits, tensorboard=True)
     rows = folder.metrics()
     for tag, key in (("loss/test", "test_loss"), ("error/train", "train_error"), ("regime/Adam-like", "adam_like")):
-        assert scalars(tmp_path, tag) == [(row["epoch"] + 1, pytest.approx(row[key], rel=1e-6)) for row in rows]
+        expected: list[Any] = [(row["epoch"] + 1, pytest.approx(row[key], rel=1e-6)) for row in rows]
+        assert scalars(tmp_path, tag) == expected
     reader = EventAccumulator(str(tmp_path), size_guidance={"histograms": 0})
     reader.Reload()
     histograms = reader.Histograms("log10 of gain")

@@ -7,18 +7,21 @@ import re
 import shutil
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
 
-from adabayes.lab import protocol, report, results, sweep
+from adabayes.lab import protocol, report
 from adabayes.lab.data import Data
 from adabayes.lab.display import Display
+from adabayes.lab.execute import local, sweep
 from adabayes.lab.protocol import Protocol, Spec
-from adabayes.lab.store import RunFolder
-from adabayes.lab.training import Interrupted, train
+from adabayes.lab.report import results
+from adabayes.lab.run.folder import RunFolder, folder_of
+from adabayes.lab.run.training import Interrupted, Watch, train
 from tests.lab.conftest import adabayes, spec_of
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Protocol, list[S
     chosen = protocol.load(path)
     specs = chosen.runs()
     with Display(1, 1, Console(quiet=True)) as display:
-        sweep.run(specs, out, display, sweep.Stop())
+        local.run(specs, out, display, sweep.Stop())
     results.write(chosen, results.collect(specs, out), [], out, "adabayes reproduce --protocol mine.toml")
     report.write(report.content(chosen, specs, "adabayes reproduce --protocol mine.toml", out), out)
     return chosen, specs, out
@@ -54,15 +57,15 @@ def content(page: Path) -> dict[str, Any]:
 def test_the_page_holds_what_the_runs_logged(compared: tuple[Protocol, list[Spec], Path]) -> None:
     _, specs, out = compared
     page = content(out / "index.html")
-    runs = [sweep.folder_of(spec, out).metrics() for spec in specs if spec.optimizer == "sgd"]
+    runs = [folder_of(spec, out).metrics() for spec in specs if spec.optimizer == "sgd"]
     curve = page["curves"]["digits-resnet8"]["sgd"]["test_loss"]
     for epoch in range(2):
         values = [run[epoch]["test_loss"] for run in runs]
         assert curve["mean"][epoch] == pytest.approx(sum(values) / 2, rel=1e-4)
         assert curve["error"][epoch] == pytest.approx(abs(values[0] - values[1]) / 2, rel=1e-3)
     assert page["summary"]["digits-resnet8"]["adamw"]["state_bytes"]["mean"] == pytest.approx(8, rel=0.01)
-    assert "2 of 8 runs diverged" in page["problems"][0]
-    assert "digits resnet8 Adam, seed 0, 1." in page["problems"][0]
+    assert page["problems"][0]["text"].startswith("2 of 8 runs diverged")
+    assert page["problems"][0]["runs"] == ["digits resnet8 Adam, seed 0, 1"]
     assert "adam" not in page["curves"]["digits-resnet8"]
     assert [(run["panel"], run["optimizer"]) for run in page["rates"]] == [("digits resnet8", "AdaBayes")]
     assert page["commands"][0] == "adabayes reproduce --protocol mine.toml"
@@ -93,7 +96,7 @@ def test_rates_go_on_after_an_interruption(digits: Data, tmp_path: Path) -> None
         train(spec, whole, digits)
         stops = iter([False] * 15 + [True])
         with pytest.raises(Interrupted):
-            train(spec, stopped, digits, should_stop=lambda stops=stops: next(stops))
+            train(spec, stopped, digits, watch=Watch(should_stop=partial(next, stops)))
         train(spec, stopped, digits)
         assert stopped.metrics("rates.jsonl") == whole.metrics("rates.jsonl")
         assert len(whole.metrics("rates.jsonl")) == 2
@@ -106,7 +109,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Protocol, list[
     paper = protocol.load("paper").narrowed(seeds=5)
     specs = paper.runs()
     for i, spec in enumerate(specs):
-        folder = sweep.folder_of(spec, out)
+        folder = folder_of(spec, out)
         folder.path.mkdir(parents=True)
         folder.write("spec.json", asdict(spec))
         folder.write("result.json", {"status": "done"})
@@ -141,9 +144,7 @@ def test_the_papers_experiment_makes_a_page_of_six_megabytes_at_most(
     generated: tuple[Protocol, list[Spec], Path],
 ) -> None:
     paper, specs, out = generated
-    started = time.monotonic()
     page = report.write(report.content(paper, specs, "adabayes reproduce --protocol paper", out), out)
-    assert time.monotonic() - started < 20
     assert page.stat().st_size < 6_000_000
     held = content(page)
     assert len(held["panels"]) == 4
@@ -156,7 +157,7 @@ def test_the_papers_experiment_makes_a_page_of_six_megabytes_at_most(
 
 def status(out: Path, spec: Spec, status: str, epochs: int) -> None:
     """Make a run of the generated ones look as if it had ended otherwise."""
-    folder = sweep.folder_of(spec, out)
+    folder = folder_of(spec, out)
     rows = (folder.path / "metrics.jsonl").read_text().splitlines()[:epochs]
     (folder.path / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
     folder.remove("result.json")
@@ -168,7 +169,7 @@ def test_curves_are_those_of_runs_that_are_done(generated: tuple[Protocol, list[
     paper, specs, out = generated
     specs = [spec for spec in specs if spec.dataset == "cifar10" and spec.model == "resnet34"]
     for spec in specs:
-        shutil.copytree(sweep.folder_of(spec, out).path, sweep.folder_of(spec, tmp_path).path)
+        shutil.copytree(folder_of(spec, out).path, folder_of(spec, tmp_path).path)
     sgd = [s for s in specs if (s.dataset, s.model, s.optimizer) == ("cifar10", "resnet34", "sgd")]
     status(tmp_path, sgd[0], "interrupted", 3)
     status(tmp_path, sgd[1], "diverged", 2)
@@ -176,15 +177,16 @@ def test_curves_are_those_of_runs_that_are_done(generated: tuple[Protocol, list[
     for spec in adam:
         status(tmp_path, spec, "interrupted", 1)
     rates = next(s for s in specs if s.optimizer == "adabayes")
-    path = sweep.folder_of(rates, tmp_path).path / "rates.jsonl"
+    path = folder_of(rates, tmp_path).path / "rates.jsonl"
     path.write_text(path.read_text().replace("0.01234", "NaN"))
     held = report.content(paper, specs, "", tmp_path)
     curves = held["curves"]["cifar10-resnet34"]
     assert len(curves["sgd"]["test_loss"]["mean"]) == 200
-    rows = [sweep.folder_of(spec, tmp_path).metrics()[199]["test_error"] for spec in sgd[2:]]
+    rows = [folder_of(spec, tmp_path).metrics()[199]["test_error"] for spec in sgd[2:]]
     assert curves["sgd"]["test_error"]["mean"][199] == pytest.approx(sum(rows) / 3, rel=1e-4)
     assert len(curves["adam"]["test_loss"]["mean"]) == 1
-    assert any("not complete: cifar10 resnet34 SGD, seed 0" in problem for problem in held["problems"])
+    (broken_off,) = (problem["runs"] for problem in held["problems"] if problem["text"].endswith("not complete"))
+    assert "cifar10 resnet34 SGD, seed 0" in broken_off
     report.write(held, tmp_path)
 
 
@@ -197,8 +199,8 @@ def test_a_report_takes_all_runs_of_a_folder_that_can_be_compared(
 
     def copied(**changes: Any) -> None:
         other = replace(sgd, **changes)
-        shutil.copytree(sweep.folder_of(sgd, out).path, sweep.folder_of(other, tmp_path).path)
-        sweep.folder_of(other, tmp_path).write("spec.json", asdict(other))
+        shutil.copytree(folder_of(sgd, out).path, folder_of(other, tmp_path).path)
+        folder_of(other, tmp_path).write("spec.json", asdict(other))
 
     copied(seed=7)  # one more seed
     copied(settings={"lr": 0.5})  # other settings, which are no seed
@@ -210,8 +212,12 @@ def test_a_report_takes_all_runs_of_a_folder_that_can_be_compared(
         assert {spec.optimizer for spec in kept} == {"sgd", "adamw", "adabayes", "adam", "new"}
         assert len(left_out) == 2
         assert protocol_.optimizers["adabayes"].label == ("AdaBayes" if known else "adabayes")
-        assert adabayes("report", tmp_path).returncode == 0
-        assert "2 runs of this folder left out" in content(tmp_path / "index.html")["problems"][-1]
+        done = adabayes("report", tmp_path)
+        assert done.returncode == 0
+        assert "2 of 12 runs have other settings and are left out; see the page\n" in done.stdout
+        last = content(tmp_path / "index.html")["problems"][-1]
+        assert "2 runs of this folder left out" in last["text"]
+        assert len(last["runs"]) == 2
         (tmp_path / "results.json").unlink(missing_ok=True)
     (tmp_path / "results.json").write_text("{}")
     done = adabayes("report", tmp_path)
@@ -305,6 +311,25 @@ def test_the_page_opens_from_disk_and_its_controls_work(
     slider.focus()
     page.keyboard.press("ArrowLeft")
     assert page.inner_text("#rates-epoch") == "epoch 1"
+    assert errors == []
+
+
+def test_a_long_list_of_runs_is_folded_away(
+    browser: Browser, compared: tuple[Protocol, list[Spec], Path], tmp_path: Path
+) -> None:
+    chosen, specs, out = compared
+    left_out = [replace(specs[0], optimizer=f"<i>{i}", settings={"lr": 0.5}) for i in range(27)]
+    report.write(report.content(chosen, specs, "", out, left_out), tmp_path)
+    page, errors = opened(browser, tmp_path)
+    problems = page.locator("#problems")
+    assert "2 of 8 runs diverged" in problems.inner_text()
+    assert "Adam, seed 0, 1." in problems.inner_text()  # a short one is not
+    assert "27 runs of this folder left out" in problems.inner_text()
+    assert not problems.locator("li").first.is_visible()
+    problems.locator("summary").focus()
+    page.keyboard.press("Enter")
+    assert problems.locator("li").count() == 27
+    assert "digits resnet8 <i>0 seed 0 (2 epochs, step schedule, lr 0.5)" in problems.inner_text()
     assert errors == []
 
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adabayes.lab.data import Data
-from adabayes.lab.store import Busy, RunFolder, load_tree, save_tree
-from adabayes.lab.training import Interrupted, train
+from adabayes.lab.run.folder import Busy, RunFolder, load_tree, save_tree
+from adabayes.lab.run.training import Interrupted, Watch, train
 from tests.lab.conftest import adabayes, spec_of, start, start_and_wait, without_times
 
 RUN = ("train", "--optimizer", "adabayes", "--epochs", "8", "--checkpoint-every", "0.02")
@@ -61,6 +61,7 @@ def _written(out: Path) -> set[str]:
     return {str(path) for path in out.rglob("*")}
 
 
+@pytest.mark.long  # in every test run: tests/lab/test_deaths.py
 def test_killed_at_random_moments_a_run_ends_with_the_same_metrics(
     whole: list[dict[str, object]], tmp_path: Path
 ) -> None:
@@ -86,7 +87,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_says_how_to_go_on(
     process = start_and_wait(tmp_path, *RUN)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert f"Go on with: adabayes {' '.join(RUN)} --out {tmp_path}" in errors
     assert "Traceback" not in errors
     assert only_run(tmp_path).status() == "interrupted"
@@ -144,7 +145,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     folder = RunFolder(tmp_path / "damaged")
     stops = iter([False] * 30 + [True])
     with pytest.raises(Interrupted):
-        train(spec, folder, digits, should_stop=lambda: next(stops))
+        train(spec, folder, digits, watch=Watch(should_stop=lambda: next(stops)))
     newest, older = folder.checkpoints()
     path = folder.path / f"checkpoint-{newest}.{suffix}"
     content = path.read_bytes()
@@ -164,12 +165,43 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     assert without_times(folder.metrics()) == without_times(whole.metrics())
 
 
+@pytest.mark.parametrize(
+    "name", ["3 (1).json", "٣.json", "+3.json", "03.json", ".json", "3.json.bak", "best.json", "3/.json", "1_0.json"]
+)
+def test_files_that_are_not_ours_are_ignored(tmp_path: Path, name: str) -> None:
+    folder = RunFolder(tmp_path)
+    stray = tmp_path / f"checkpoint-{name}"
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_bytes(b"{}")
+    (tmp_path / "checkpoint-7.json").mkdir()
+    assert folder.checkpoints() == []
+    assert folder.load() is None  # without a warning, which would be an error here
+    assert folder.status() == "missing"
+    with folder.lock():
+        folder.save(1, {"a": 1})
+        assert folder.load() == {"a": 1}
+        folder.finish({}, {"status": "done"})
+    assert stray.exists()
+    assert (tmp_path / "checkpoint-7.json").exists()
+
+
+def test_a_damaged_checkpoint_does_not_push_out_a_whole_one(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for number in (10, 20):
+        folder.save(number, {"number": number})
+    (tmp_path / "checkpoint-20.safetensors").unlink()
+    with pytest.warns(UserWarning, match=r"checkpoint-20\.json is damaged.*checkpoint-20\.safetensors"):
+        assert folder.load() == {"number": 10}
+    folder.save(30, {"number": 30})
+    assert folder.checkpoints() == [30, 10]
+
+
 def test_when_all_checkpoints_are_damaged_the_run_begins_anew(digits: Data, tmp_path: Path) -> None:
     spec = spec_of(epochs=3)
     folder = RunFolder(tmp_path / "damaged")
     stops = iter([False] * 30 + [True])
     with pytest.raises(Interrupted):
-        train(spec, folder, digits, should_stop=lambda: next(stops))
+        train(spec, folder, digits, watch=Watch(should_stop=lambda: next(stops)))
     for path in folder.path.glob("checkpoint-*"):
         path.write_bytes(b"nonsense")
     with pytest.warns(UserWarning, match="is damaged"):
@@ -204,22 +236,25 @@ def test_a_full_disk_is_a_clear_error_and_nothing_is_lost(whole: list[dict[str, 
 
 
 def test_a_line_of_metrics_that_was_cut_off_does_no_harm(digits: Data, tmp_path: Path) -> None:
+    def row(epoch: int, x: float) -> dict[str, float]:
+        return {"epoch": epoch, "steps": 1, "state_bytes": 8.0, "train_seconds": 1.0, "test_seconds": 1.0, "x": x}
+
     folder = RunFolder(tmp_path)
     folder.path.mkdir(exist_ok=True)
-    folder.log({"epoch": 0, "x": 1.0})
+    folder.log(row(0, 1.0))
     with (folder.path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"epoch": 1, "x"')
-    assert folder.metrics() == [{"epoch": 0, "x": 1.0}]
-    folder.log({"epoch": 1, "x": 2.0})
-    folder.log({"epoch": 1, "x": 3.0})  # run again
-    assert folder.metrics() == [{"epoch": 0, "x": 1.0}, {"epoch": 1, "x": 3.0}]
+    assert folder.metrics() == [row(0, 1.0)]
+    folder.log(row(1, 2.0))
+    folder.log(row(1, 3.0))  # run again
+    assert folder.metrics() == [row(0, 1.0), row(1, 3.0)]
 
 
 def test_other_data_under_the_same_name_is_refused(digits: Data, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     stops = iter([False, True])
     with pytest.raises(Interrupted):
-        train(spec_of(), folder, digits, should_stop=lambda: next(stops))
+        train(spec_of(), folder, digits, watch=Watch(should_stop=lambda: next(stops)))
     with pytest.raises(ValueError, match="was begun with other data"):
         train(spec_of(), folder, digits.hold_out(0.1))
 
@@ -228,7 +263,7 @@ def test_another_environment_is_warned_about(digits: Data, tmp_path: Path) -> No
     folder = RunFolder(tmp_path)
     stops = iter([False, True])
     with pytest.raises(Interrupted):
-        train(spec_of(), folder, digits, should_stop=lambda: next(stops))
+        train(spec_of(), folder, digits, watch=Watch(should_stop=lambda: next(stops)))
     starts = json.loads((tmp_path / "environment.json").read_text())
     starts[0]["torch"] = "1.0"
     folder.write("environment.json", starts)
@@ -262,6 +297,7 @@ def test_checkpoints_keep_tensors_types_and_layouts(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.save(1, {"group": [tensors], "shared": (tensors["bf16"], tensors["bf16"])})
     loaded = folder.load()
+    assert loaded is not None
     for name, t in tensors.items():
         found = loaded["group"][0][name]
         assert found.dtype == t.dtype

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from adabayes import AdaBayes, filtering, matrix_filtering
-from adabayes.lab import theory, theory_matrix
+from adabayes.lab import theory
+from adabayes.lab.theory import matrix_filter as theory_matrix
+from adabayes.lab.theory import scalar_filter
 from tests.lab.conftest import adabayes
 
 if TYPE_CHECKING:
@@ -35,8 +37,8 @@ def test_a_claim_that_does_not_hold_fails() -> None:
 
 def test_claims_fail_when_the_mathematics_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filtering, "update", lambda prior, curvature: prior / (1 + 1.1 * prior * curvature))
-    assert not all(check.passed for check in theory.kalman().checks)
-    assert not all(check.passed for check in theory.fixed_points().checks)
+    assert not all(check.passed for check in scalar_filter.kalman().checks)
+    assert not all(check.passed for check in scalar_filter.fixed_points().checks)
 
 
 def failed(topic: theory.Topic) -> list[int]:

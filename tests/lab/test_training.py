@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from adabayes.lab import data, training
+from adabayes.lab import data
 from adabayes.lab.data import Data, Images
 from adabayes.lab.protocol import Spec
-from adabayes.lab.store import RunFolder
-from adabayes.lab.training import Progress, train
+from adabayes.lab.run import training
+from adabayes.lab.run.folder import RunFolder
+from adabayes.lab.run.training import Progress, Watch, train
 from tests.lab.conftest import spec_of, without_times
 
 
@@ -130,7 +131,7 @@ def test_optimizers_of_other_packages_learn_and_resume(
     stops = iter([False] * 15 + [True])
     folder = RunFolder(tmp_path / "stopped")
     with pytest.raises(training.Interrupted):
-        train(spec, folder, digits, should_stop=lambda: next(stops))
+        train(spec, folder, digits, watch=Watch(should_stop=lambda: next(stops)))
     assert folder.status() == "interrupted"
     assert without_times(rows(spec, digits, folder.path)) == without_times(whole)
 
@@ -163,13 +164,13 @@ def test_compiled_models_train_to_about_the_same_and_resume(digits: Data, tmp_pa
     stops = iter([False] * 15 + [True])
     folder = RunFolder(tmp_path / "stopped")
     with pytest.raises(training.Interrupted):
-        train(spec_of("sgd", compile=True), folder, digits, should_stop=lambda: next(stops))
+        train(spec_of("sgd", compile=True), folder, digits, watch=Watch(should_stop=lambda: next(stops)))
     assert without_times(rows(spec_of("sgd", compile=True), digits, folder.path)) == without_times(compiled)
 
 
 def test_progress_tells_how_far_it_is(digits: Data, tmp_path: Path) -> None:
     seen: list[Progress] = []
-    rows(spec_of(), digits, tmp_path, report=seen.append)
+    rows(spec_of(), digits, tmp_path, watch=Watch(seen.append))
     assert seen[-1].step == seen[-1].steps == 24
     assert seen[-1].test_error is not None
     assert [p.step for p in seen] == sorted(p.step for p in seen)

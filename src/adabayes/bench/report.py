@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,14 +46,14 @@ class Report:
         header = ("optimizer", "ms", "quartiles", "x AdamW", "B/weight", "GB/s", "of roof")
         library = f"{self.settings.backend} {self.machine[self.settings.backend]}"
         threads = "1 thread" if self.settings.threads == 1 else f"{self.settings.threads} threads"
-        lines = [f"{self.machine['processor']}, {library}, {threads}"]
+        lines = textwrap.wrap(f"{self.machine['processor']}, {library}, {threads}", 80)
         for workload in self.settings.workloads:
             rows = [row for row in self.rows if row.workload == workload]
             cells = [header] + [
                 (
                     row.optimizer,
-                    f"{row.milliseconds:.2f}",
-                    f"{row.low:.2f}-{row.high:.2f}",
+                    _short(row.milliseconds),
+                    f"{_short(row.low)}-{_short(row.high)}",
                     f"{row.ratio:.2f}",
                     f"{row.state_bytes:.0f}",
                     f"{row.gigabytes_per_second:.1f}",
@@ -92,3 +93,8 @@ class Report:
             ax.set(title=workload, xlabel=f"x as fast as {baseline}", xlim=(0, 1.25 * max([1.0, *ratios.values()])))
         axes[0][0].invert_yaxis()
         figure.savefig(path, dpi=130)
+
+
+def _short(milliseconds: float) -> str:
+    """Return five characters or so, that a table of 80 columns has room for."""
+    return f"{milliseconds:.{2 if milliseconds < 100 else 1 if milliseconds < 1000 else 0}f}"

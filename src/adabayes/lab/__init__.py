@@ -2,7 +2,7 @@
 
     adabayes reproduce --help
 
-A protocol (a TOML file) names data sets, models, optimizers and seeds; :mod:`~adabayes.lab.protocol` makes runs of it,
-:mod:`~adabayes.lab.training` trains one of them, :mod:`~adabayes.lab.sweep` all, and :mod:`~adabayes.lab.results` says
-what came out, :mod:`~adabayes.lab.report` on a page. A run is a folder of plain files (:mod:`~adabayes.lab.store`).
+A protocol (a TOML file, :mod:`~adabayes.lab.protocol`) names data sets, models, optimizers and seeds; each combination
+is a run. :mod:`~adabayes.lab.run` trains one of them in a folder of plain files, :mod:`~adabayes.lab.execute` all of
+them, and :mod:`~adabayes.lab.report` shows what came out.
 """

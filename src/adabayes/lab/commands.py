@@ -1,11 +1,13 @@
-"""What the lab's commands do; :mod:`adabayes.cli` has their options."""
+"""What the lab's commands do with their requests (:mod:`adabayes.lab.requests`); :mod:`adabayes.cli` makes these.
+
+What a command was asked for is on the disk before it says so: whoever reads its output may be gone.
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
+import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,179 +15,270 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from typing_extensions import Self
 
-from adabayes.lab import data, files, protocol, results, sweep
-from adabayes.lab.display import Display, tracked
-from adabayes.lab.protocol import Protocol, ProtocolError, Spec
-from adabayes.lab.store import folder_of
-from adabayes.lab.training import Interrupted
+from adabayes._signals import Stopped
+from adabayes.lab import data, optimizers, protocol, requests
+from adabayes.lab import report as reports
+from adabayes.lab import suite as suites
+from adabayes.lab.data import DataError, download
+from adabayes.lab.display import Display, make_table, plain, show, tracked
+from adabayes.lab.execute import local, sweep
+from adabayes.lab.protocol import Execution, Protocol, ProtocolError, Spec
+from adabayes.lab.report import results
+from adabayes.lab.run import distributed
+from adabayes.lab.run.distributed import Ranks
+from adabayes.lab.run.folder import folder_of
+from adabayes.lab.run.training import Watch
+
+__all__ = [
+    "Unfinished",
+    "data_fetch",
+    "data_list",
+    "data_verify",
+    "dry_run",
+    "report",
+    "reproduce",
+    "runs",
+    "suite",
+    "theory",
+    "train",
+    "tune",
+]
+
+Executor = Callable[[Sequence[Spec], Path, Display, sweep.Stop, sweep.Options], list[sweep.Outcome]]
 
 
-def reproduce(args: argparse.Namespace) -> int:
-    chosen = _chosen(args).narrowed(args.dataset, args.model, args.optimizers, args.seeds, args.epochs)
-    out = _out(args, chosen)
-    specs = chosen.runs(**_options(args))
-    if args.dry_run:
-        return _dry_run(specs, out, args.data)
-    code = _sweep(chosen, specs, out, args)
-    if code != 130:
-        from adabayes.lab import report as page
-
-        print(f"{page.write(page.content(chosen, specs, args.command, out), out)} shows it all; open it in a browser")
-    return code
+class Unfinished(Exception):
+    """A command has done what it could. The message says what has no result, a line each."""
 
 
-def train(args: argparse.Namespace) -> int:
-    chosen = _chosen(args).narrowed(args.dataset, args.model, [args.optimizer], None, args.epochs)
-    if len(chosen.datasets) > 1 or len(chosen.models) > 1:
-        raise ProtocolError(
-            f"one run has one data set and one model; protocol {chosen.name} has {', '.join(chosen.datasets)} and "
-            f"{', '.join(chosen.models)}: choose with --dataset and --model"
-        )
-    optimizer = chosen.optimizers[args.optimizer]
-    settings = optimizer.settings_for(chosen.models[0]) | dict(map(_setting, args.set or ()))
-    if args.set:
+def reproduce(request: requests.Reproduce) -> None:
+    chosen = _chosen(request.choice)
+    if isinstance(request.executor, requests.Local):  # or else the device is that of the nodes
+        _check_device(request.training.device)
+    specs = chosen.runs(_execution(request.training))
+    optimizers.check(specs)
+    out = _out(request, chosen)
+    outcomes, rows = _sweep(chosen, specs, out, _executor(request.executor), request.training, request.command)
+    page = reports.write(reports.content(chosen, specs, request.command, out), out)
+    _show(chosen, rows, out)
+    if said := suites.sentence(chosen, specs, out):
+        print(said)
+    print(f"{page} shows it all; open it in a browser")
+    _check(outcomes, request.command)
+
+
+def dry_run(request: requests.Reproduce) -> None:
+    """List the runs of a comparison and estimate how long they take; nothing is trained or written."""
+    chosen = _chosen(request.choice)
+    specs = chosen.runs(_execution(request.training))
+    optimizers.check(specs)
+    _dry_run(specs, _out(request, chosen), request.training.data)
+
+
+def train(request: requests.Train) -> None:
+    chosen = _chosen(request.choice)
+    dataset, model = chosen.panel("one run has one data set and one model")
+    training = request.training
+    _check_device(training.device)
+    (optimizer,) = chosen.optimizers.values()
+    settings = optimizer.settings_for(model) | request.settings
+    if request.settings:
         chosen = replace(chosen, published={})
     optimizer = replace(optimizer, settings=settings, of_models={})
-    spec = chosen.spec(chosen.datasets[0], chosen.models[0], optimizer, args.seed, **_options(args))
-    out = _out(args, chosen)
-    if not args.distributed:
-        return _sweep(chosen, [spec], out, args)
-    if args.compile:
+    spec = chosen.spec(dataset, model, optimizer, request.seed, _execution(training))
+    optimizers.check([spec])
+    out = _out(request, chosen, "-train")
+
+    def run(ranks: Ranks) -> None:
+        executor = partial(local.run, ranks=ranks)
+        outcomes, rows = _sweep(chosen, [spec], out, executor, training, request.command)
+        _show(chosen, rows, out)
+        _check(outcomes, request.command)
+
+    if not request.distributed:
+        run(Ranks())
+        return
+    if training.compile:
         raise ProtocolError("--compile does not go with --distributed: leave one of them out")
-    from adabayes.lab import several  # which takes half a second to import
+    with distributed.join(request.distributed, training.device) as ranks:
+        if ranks.is_first:
+            run(ranks)
+        else:
+            _follow(spec, out, ranks, training)
 
-    with several.join(args.distributed, args.device) as args.ranks:
-        return _sweep(chosen, [spec], out, args) if args.ranks.is_first else _follow(spec, out, args)
 
-
-def report(args: argparse.Namespace) -> int:
-    from adabayes.lab import report as page
-
-    out = args.out or args.folder
-    protocol, specs, command, left_out = results.read(args.folder, _noted(args.folder))
-    content = page.content(protocol, specs, command, args.folder, left_out)
-    print(page.write(content, out))
-    if args.figures:
-        from adabayes.lab import figures
+def report(request: requests.Report) -> None:
+    out = request.out or request.folder
+    protocol, specs, command, left_out = results.read(request.folder, _noted(request.folder))
+    content = reports.content(protocol, specs, command, request.folder, left_out)
+    page = reports.write(content, out)
+    print(page)
+    if left_out:
+        print(
+            f"{len(left_out)} of {len(specs) + len(left_out)} runs have other settings and are left out; see the page"
+        )
+    if request.figures:
+        from adabayes.lab.report import figures
 
         written = figures.write(content, out / "figures")
         print(f"{len(written)} files in {out / 'figures'}: PDF, SVG and PNG of each figure")
-    return 0
 
 
-def theory(args: argparse.Namespace) -> int:
+def theory(request: requests.Theory) -> None:
     from adabayes.lab import theory as parts
 
-    args.out.mkdir(parents=True, exist_ok=True)
+    out = request.out
+    out.mkdir(parents=True, exist_ok=True)
     topics = []
     for make in tracked(parts.TOPICS, "simulating"):
         topics.append(make())
-        parts.draw(topics[-1], args.out)
-    Console().print(parts.table(topics))
-    print(f"{parts.write(topics, args.out)} has it with figures; {parts.write_explorer(args.out)} is to play with")
+        parts.draw(topics[-1], out)
+    text, explorer = parts.write(topics, out), parts.write_explorer(out)
+    show(parts.table(topics))
+    print(f"{text} has it with figures; {explorer} is to play with")
     failed = [check for topic in topics for check in topic.checks if not check.passed]
-    for check in failed:
-        print(f"not as predicted: {check.claim}", file=sys.stderr)
-    return 1 if failed else 0
+    if failed:
+        raise Unfinished("\n".join(f"not as predicted: {check.claim}" for check in failed))
 
 
-def runs(args: argparse.Namespace) -> int:
-    specs = _noted(args.folder)
-    table = Table(box=None, pad_edge=False)
-    for name in ("run", "status", "epochs", "test error %", "why"):
-        table.add_column(name, justify="right" if name in ("epochs", "test error %") else "left")
-    rows = results.collect(specs, args.folder)
+def runs(request: requests.Runs) -> None:
+    specs = _noted(request.folder)
+    table = make_table({"run": "wrap", "status": "left", "epochs": "right", "test error": "right"})
+    rows = results.collect(specs, request.folder)
     for spec, row in zip(specs, rows):
-        error = "" if row.final_test_error is None else f"{row.final_test_error:.2f}"
-        table.add_row(str(spec), row.status, f"{row.epochs}/{spec.epochs}", error, escape(row.error or ""))
-    console = Console()
-    console.print(table)
+        digits = data.digits_of(data.error_of(spec.dataset))
+        error = "" if row.final_test_error is None else f"{row.final_test_error:.{digits}f}"
+        table.add_row(*map(plain, (spec, row.status, f"{row.epochs}/{spec.epochs}", error)))
+    show(table)
     statuses = [row.status for row in rows]
-    console.print(", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses)))
-    return 0
+    console = Console(soft_wrap=True)
+    console.print(plain(", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))))
+    for spec, row in zip(specs, rows):
+        if row.error:
+            console.print(plain(f"{spec}: {row.error}"))
 
 
-def tune(args: argparse.Namespace) -> int:
+def tune(request: requests.Tune) -> None:
     from adabayes.lab import tuning
 
-    chosen = _chosen(args).narrowed(args.dataset, args.model, args.optimizers, None, args.epochs)
-    if args.budget < 1:
-        raise ProtocolError(f"--budget {args.budget}: there must be at least one trial of each optimizer")
+    training = request.training
+    chosen = _chosen(request.choice)
     tuning.check(chosen)
-    _check_data(chosen.datasets, args.data)
-    out = args.out or Path("out") / f"{chosen.name}-tuning"
-    trials = args.budget * len(chosen.optimizers)
+    _check_device(training.device)
+    _check_data(chosen.datasets, training.data)
+    out = _out(request, chosen, "-tuning")
+    trials = request.budget * len(chosen.optimizers)
     stop = sweep.Stop()
-    stop.on_signals()
-    try:
-        with Display(trials, trials * chosen.epochs) as display:
-            failures = tuning.tune(
-                chosen,
-                args.budget,
-                out,
-                lambda: data.load(chosen.datasets[0], args.data),
-                display,
-                stop,
-                **_options(args),
-            )
-    except (Interrupted, KeyboardInterrupt):
-        return _stopped(args)
+    with Display(trials, trials * chosen.epochs) as display, stop.on_signals():
+        failures = tuning.tune(
+            chosen,
+            request.budget,
+            out,
+            lambda: data.load(chosen.datasets[0], training.data, chosen.data_options),
+            display,
+            stop,
+            training.checkpoint_seconds,
+            _execution(training),
+        )
     found = tuning.searches(chosen, out)
-    results.show(tuning.table(found))
-    if any(search.best for search in found):
+    tuned = any(search.best for search in found)
+    if tuned:
         tuning.plot(found, out / "tune.png")
-        tuning.write_protocol(chosen, args.protocol, found, out / "tuned.toml")
+        tuning.write_protocol(chosen, request.choice.protocol, found, out / "tuned.toml")
+    show(tuning.table(found, data.error_of(chosen.datasets[0])))
+    if tuned:
         print(f"{out / 'tune.png'} shows each search. Compare on fresh seeds with:")
-        print(f"adabayes reproduce --protocol {out / 'tuned.toml'}")
-    for outcome in failures:
-        print(f"{outcome.status}: {outcome.spec}: {outcome.error}", file=sys.stderr)
-    return 1 if failures else 0
+        print(f"adabayes reproduce --protocol {shlex.quote(str(out / 'tuned.toml'))}")
+    if failures:
+        raise Unfinished("\n".join(map(_line, failures)))
 
 
-def data_list(args: argparse.Namespace) -> int:
-    table = Table(box=None, pad_edge=False)
-    for name in ("data set", "is", "where"):
-        table.add_column(name, overflow="fold")
+def suite(request: requests.Suite) -> None:
+    from adabayes.lab.report import suite_page
+
+    found, outcomes = (suites.read(request.records), []) if request.records else _suite(request)
+    page = suite_page.write(found, request.out)
+    for table in suite_page.tables(found):
+        show(table)
+    print(f"{page} shows it all; open it in a browser")
+    _check(outcomes, request.command)
+
+
+def _suite(request: requests.Suite) -> tuple[list[suites.Record], list[sweep.Outcome]]:
+    """Do all that is not done yet, workload by workload, and write a record of each."""
+    for name in request.workloads or ():
+        protocol.check_workload(name)
+    chosen = [
+        protocol.load(f"suite/{name}").narrowed(optimizers=request.optimizers, seeds=request.seeds)
+        for name in request.workloads or protocol.WORKLOADS
+    ]
+    for one in chosen:
+        optimizers.check(suites.trials(one, request.budget))
+        _check_data(one.datasets, request.data)
+    run = _executor(request.executor)
+    options = sweep.Options(request.data, request.checkpoint_seconds, threads=1)
+    stop = sweep.Stop()
+    each = {one.name: len(one.optimizers) * (request.budget + len(one.seeds)) for one in chosen}
+    found: list[suites.Record] = []
+    outcomes: list[sweep.Outcome] = []
+    epochs = sum(each[one.name] * one.epochs for one in chosen)
+    with Display(sum(each.values()), epochs) as display, stop.on_signals():
+        for one in chosen:
+            out = request.out / suites.name_of(one)
+            out.mkdir(parents=True, exist_ok=True)
+            outcomes += run(suites.trials(one, request.budget), out, display, stop, options)
+            winners = suites.best_of(one, request.budget, out)
+            outcomes += run(suites.finals(one, winners), out, display, stop, options)
+            found.append(suites.collect(one, request.budget, data.error_of(one.datasets[0]), out))
+            found[-1].write(request.out)
+    return found, outcomes
+
+
+def data_list(request: requests.DataList) -> None:
+    table = make_table({"data set": "left", "is": "left", "where": "wrap"})
     for name in data.NAMES:
-        if name not in files.SOURCES:
+        files = data.source(name)
+        if files is None:
             table.add_row(name, "embedded", "needs no download")
             continue
-        try:
-            table.add_row(name, "there", str(files.find(name, args.data)))
-        except files.DataError:
-            folder = (args.data or files.default_folder()) / files.SOURCES[name].folder
-            table.add_row(name, "not there", f"{folder} (adabayes data fetch {name})")
-    Console().print(table)
-    return 0
+        table.add_row(name, *map(plain, _whereabouts(files, request.data)))
+    show(table)
 
 
-def data_fetch(args: argparse.Namespace) -> int:
-    for name in _with_files(args.names):
+def _whereabouts(name: str, folder: Path | None) -> tuple[str, str]:
+    """Say whether a data set is there, and where it is or would be."""
+    try:
+        return "there", str(download.find(name, folder))
+    except DataError:
+        pass
+    try:
+        place = download.root_folder(folder) / download.SOURCES[name].folder
+    except DataError as error:  # there is no folder to look in
+        return "not there", str(error)
+    return "not there", f"{place} (adabayes data fetch {name})"
+
+
+def data_fetch(request: requests.DataFiles) -> None:
+    for name in _with_files(request.names):
         with _FileProgress() as progress:
-            folder = files.fetch(name, args.data, progress)
+            folder = download.fetch(name, request.data, progress)
         print(f"{name} is in {folder}, checksums right")
-    return 0
 
 
-def data_verify(args: argparse.Namespace) -> int:
-    for name in _with_files(args.names):
-        folder = files.find(name, args.data)
+def data_verify(request: requests.DataFiles) -> None:
+    for name in _with_files(request.names):
+        folder = download.find(name, request.data)
         with _FileProgress() as progress:
-            files.verify(name, folder, progress)
+            download.verify(name, folder, progress)
         print(f"{name} in {folder}: checksums right")
-    return 0
 
 
-def _with_files(names: list[str]) -> list[str]:
+def _with_files(names: Sequence[str]) -> Sequence[str]:
     for name in names:
-        if name not in files.SOURCES:
-            raise files.DataError(
-                f"{name!r} is not a data set that comes in files; there are {', '.join(files.SOURCES)}"
-            )
+        if name not in download.SOURCES:
+            raise DataError(f"{name!r} is not a data set that comes in files; there are {', '.join(download.SOURCES)}")
     return names
 
 
@@ -196,7 +289,7 @@ class _FileProgress:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
         self._tasks: dict[str, Any] = {}
 
@@ -216,11 +309,11 @@ class _FileProgress:
 # Pieces
 
 
-def _chosen(args: argparse.Namespace) -> Protocol:
-    chosen = protocol.load(args.protocol)
-    if getattr(args, "validation", None) is None:
-        return chosen
-    return replace(chosen, validation=args.validation, published={})
+def _chosen(choice: requests.Choice) -> Protocol:
+    chosen = protocol.load(choice.protocol)
+    if choice.validation is not None:
+        chosen = replace(chosen, validation=choice.validation, published={})
+    return chosen.narrowed(choice.datasets, choice.models, choice.optimizers, choice.seeds, choice.epochs)
 
 
 def _noted(folder: Path) -> list[Spec]:
@@ -230,122 +323,100 @@ def _noted(folder: Path) -> list[Spec]:
     return specs
 
 
-def _out(args: argparse.Namespace, chosen: Protocol) -> Path:
-    return args.out or Path("out") / chosen.name
+def _out(request: requests.Reproduce | requests.Train | requests.Tune, chosen: Protocol, suffix: str = "") -> Path:
+    return request.out or Path("out") / f"{chosen.name}{suffix}"
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of a Spec."""
-    options = {
-        "device": args.device,
-        "autocast": args.autocast,
-        "compile": args.compile,
-        "channels_last": not args.no_channels_last,
-    }
-    if args.executor == "ray" or args.dry_run:
-        return options  # the device is that of the nodes, or is not needed
+def _execution(training: requests.Training) -> Execution:
+    return Execution(training.device, training.channels_last, training.autocast, training.compile)
+
+
+def _check_device(name: str) -> None:
     try:
-        torch.empty(0, device=args.device)
+        torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise ProtocolError(f"--device {args.device}: {str(error).splitlines()[0]}") from error
-    return options
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ProtocolError(f"--set {text}: write it as name=value, like --set lr=0.01")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+        raise ProtocolError(f"--device {name}: {str(error).splitlines()[0]}") from error
 
 
 def _check_data(names: Iterable[str], folder: Path | None) -> None:
     """Say what to do if a data set is not there, before anything is begun."""
     for name in names:
-        if name in files.SOURCES:
-            files.find(name, folder)
+        if files := data.source(name):
+            download.find(files, folder)
 
 
-def _sweep(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namespace) -> int:
-    _check_data(dict.fromkeys(spec.dataset for spec in specs), args.data)
-    if args.tensorboard:
+def _sweep(
+    chosen: Protocol, specs: list[Spec], out: Path, run: Executor, training: requests.Training, command: str
+) -> tuple[list[sweep.Outcome], list[results.Row]]:
+    """Do the runs that are not done yet and write the results of all of them."""
+    _check_data(dict.fromkeys(spec.dataset for spec in specs), training.data)
+    if training.tensorboard:
         print(f"tensorboard --logdir {out / 'runs'} shows the runs as they go", file=sys.stderr)
-    run = _executor(args)
     stop = sweep.Stop()
-    stop.on_signals()
     out.mkdir(parents=True, exist_ok=True)
-    _write(chosen, specs, out, args)  # so that a report can be made meanwhile
+    _write(chosen, specs, out, command)  # so that a report can be made meanwhile
     try:
-        with Display(len(specs), sum(spec.epochs for spec in specs)) as display:
-            outcomes = run(specs, out, display, stop, _of_runs(args))
-    except (Interrupted, KeyboardInterrupt):
-        _write(chosen, specs, out, args)
-        return _stopped(args)
-    for table in results.tables(chosen, _write(chosen, specs, out, args)):
-        results.show(table)
-    print(f"{out / 'results.csv'}, {out / 'results.json'}; the runs are in {out / 'runs'}")
-    others = [outcome for outcome in outcomes if outcome.status in ("failed", "running")]
-    for outcome in others:
-        print(f"{outcome.status}: {outcome.spec}: {outcome.error}", file=sys.stderr)
-    if others:
-        print(f"{len(others)} of {len(specs)} runs have no result. Try again with: {args.command}", file=sys.stderr)
-    return 1 if others else 0
+        with Display(len(specs), sum(spec.epochs for spec in specs)) as display, stop.on_signals():
+            outcomes = run(specs, out, display, stop, _of_runs(training))
+    except Stopped:
+        _write(chosen, specs, out, command)
+        raise
+    return outcomes, _write(chosen, specs, out, command)
 
 
-def _follow(spec: Spec, out: Path, args: argparse.Namespace) -> int:
+def _follow(spec: Spec, out: Path, ranks: Ranks, training: requests.Training) -> None:
     """Train as one of several processes, of which the first writes and shows."""
     stop = sweep.Stop()
-    stop.on_signals()
-    options = _of_runs(args)
-    load = partial(options.load, spec.dataset)
-    try:
-        outcome = sweep.attempt(spec, folder_of(spec, out), load, stop, args.ranks, **options.of_training)
-    except Interrupted:
-        return 130
+    options = _of_runs(training)
+    load = partial(options.load, spec)
+    with stop.on_signals():
+        outcome = sweep.attempt(spec, folder_of(spec, out), load, Watch(should_stop=stop), options, ranks)
     if outcome.status == "failed":
-        print(f"process {args.ranks.rank}: {outcome.error}", file=sys.stderr)
-        return 1
-    return 0
+        raise Unfinished(f"process {ranks.rank}: {outcome.error}")
 
 
-def _of_runs(args: argparse.Namespace) -> sweep.Options:
-    return sweep.Options(args.data, args.checkpoint_every, args.tensorboard)
+def _of_runs(training: requests.Training) -> sweep.Options:
+    return sweep.Options(training.data, training.checkpoint_seconds, training.tensorboard)
 
 
-def _executor(args: argparse.Namespace) -> Callable[..., list[sweep.Outcome]]:
-    """What runs the runs."""
-    if args.jobs < 1:
-        raise ProtocolError(f"--jobs {args.jobs}: there must be at least one run at a time")
-    if args.executor == "local":
-        if args.address:
-            raise ProtocolError(f"--address {args.address} is that of a Ray cluster: give --executor ray as well")
-        return partial(sweep.run, jobs=args.jobs, ranks=args.ranks)
-    if args.cpus_per_run <= 0 or args.gpus_per_run < 0:
-        raise ProtocolError(
-            f"--cpus-per-run {args.cpus_per_run:g} must be above 0, --gpus-per-run {args.gpus_per_run:g} at least 0"
-        )
-    from adabayes.lab import cluster
+def _executor(executor: requests.Local | requests.Ray) -> Executor:
+    """Return what runs the runs."""
+    if isinstance(executor, requests.Local):
+        return partial(local.run, jobs=executor.jobs)
+    from adabayes.lab.execute import ray
 
-    return partial(cluster.run, address=args.address, cpus=args.cpus_per_run, gpus=args.gpus_per_run)
+    return partial(ray.run, address=executor.address, cpus=executor.cpus, gpus=executor.gpus)
 
 
-def _write(chosen: Protocol, specs: list[Spec], out: Path, args: argparse.Namespace) -> list[results.Row]:
+def _write(chosen: Protocol, specs: list[Spec], out: Path, command: str) -> list[results.Row]:
     """Write what came out of these runs, beside others of the folder; the rows of these."""
     these = {spec.folder for spec in specs}
     rows = results.collect(specs, out)
     others = results.collect([spec for spec in sweep.noted(out) if spec.folder not in these], out)
-    results.write(chosen, rows, others, out, args.command)
+    results.write(chosen, rows, others, out, command)
     return rows
 
 
-def _stopped(args: argparse.Namespace) -> int:
-    print(f"stopped; nothing is lost. Go on with: {args.command}", file=sys.stderr)
-    return 130
+def _show(chosen: Protocol, rows: list[results.Row], out: Path) -> None:
+    for table in results.tables(chosen, rows):
+        show(table)
+    print(f"{out / 'results.csv'}, {out / 'results.json'}; the runs are in {out / 'runs'}")
 
 
-def _dry_run(specs: list[Spec], out: Path, data_folder: Path | None) -> int:
+def _check(outcomes: list[sweep.Outcome], command: str) -> None:
+    """Raise if a run has no result."""
+    others = [outcome for outcome in outcomes if outcome.status in ("failed", "running")]
+    if others:
+        lines = map(_line, others)
+        again = f"{len(others)} of {len(outcomes)} runs have no result. Try again with: {command}"
+        raise Unfinished("\n".join([*lines, again]))
+
+
+def _line(outcome: sweep.Outcome) -> str:
+    return plain(f"{outcome.status}: {outcome.spec}: {outcome.error}").plain
+
+
+def _dry_run(specs: list[Spec], out: Path, data_folder: Path | None) -> None:
     left = []
     for spec in specs:
         status = folder_of(spec, out).status()
@@ -357,11 +428,10 @@ def _dry_run(specs: list[Spec], out: Path, data_folder: Path | None) -> int:
     if left:
         try:
             seconds = sweep.estimate(left, out, data_folder)
-        except (files.DataError, RuntimeError, AssertionError) as error:  # no data, or no such device
+        except (DataError, RuntimeError, AssertionError) as error:  # no data, or no such device
             print(f"how long that takes cannot be measured here: {str(error).splitlines()[0]}")
         else:
             print(f"about {_duration(seconds)} on this machine, one run after the other (from a few measured steps)")
-    return 0
 
 
 def _duration(seconds: float) -> str:

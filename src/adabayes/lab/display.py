@@ -1,19 +1,21 @@
-"""What one sees of a sweep while it goes on: bars on a terminal, a line for each run elsewhere."""
+"""The terminal: bars or lines of a sweep while it goes on, and tables that fit."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from typing_extensions import Self
 
+from adabayes.lab import data
 from adabayes.lab.protocol import Spec
-from adabayes.lab.training import Progress
+from adabayes.lab.run.training import Progress
 
 try:
+    from rich.box import Box
     from rich.console import Console, Group
     from rich.live import Live
     from rich.progress import (
@@ -26,14 +28,15 @@ try:
         track,
     )
     from rich.progress import Progress as Bars
+    from rich.table import Table
     from rich.text import Text
 except ImportError as error:
     raise ImportError("the lab needs rich and a few others: pip install '.[lab]' in the folder of AdaBayes") from error
 
 if TYPE_CHECKING:
-    from adabayes.lab.sweep import Outcome
+    from adabayes.lab.execute.sweep import Outcome
 
-__all__ = ["Display", "tracked"]
+__all__ = ["Display", "make_table", "plain", "show", "tracked"]
 
 T = TypeVar("T")
 
@@ -60,7 +63,7 @@ class Display:
             TextColumn("left"),
         )
         self._task = self._all.add_task("", total=epochs)
-        self._each = Bars(TextColumn("{task.description}"), TextColumn("{task.fields[state]}"))
+        self._each = Bars(TextColumn("{task.fields[name]}", markup=False), TextColumn("{task.fields[state]}"))
         self._rows: dict[str, TaskID] = {}
         self._done: dict[str, float] = {}  # epochs of each run
         self._screen = Live(Group(self._each, self._all), console=self.console, transient=True, refresh_per_second=4)
@@ -77,14 +80,16 @@ class Display:
 
     def started(self, spec: Spec) -> None:
         self._started[spec.folder] = time.monotonic()
-        self._rows[spec.folder] = self._each.add_task(str(spec), total=None, state="")
+        self._rows[spec.folder] = self._each.add_task("", total=None, name=plain(spec).plain, state="")
         self._count()
 
     def progressed(self, spec: Spec, progress: Progress) -> None:
         self._last[spec.folder] = progress
-        state = f"{progress.epoch + 1}/{spec.epochs} loss {progress.loss:.3f} error {progress.error:.1f}%"
+        error = data.error_of(spec.dataset)
+        digits = data.digits_of(error) - 1
+        state = f"{progress.epoch + 1}/{spec.epochs} loss {progress.loss:.4g} {error} {progress.error:.{digits}f}"
         if progress.test_error is not None:
-            state += f" test {progress.test_error:.1f}%"
+            state += f" test {progress.test_error:.{digits}f}"
         self._each.update(self._rows[spec.folder], state=state)
         self._done[spec.folder] = spec.epochs * progress.step / progress.steps
         self._count()
@@ -103,9 +108,10 @@ class Display:
             figures = f"{loss}, {now - self._started.get(spec.folder, now):.1f} s"
         self.console.print(
             Text.assemble(
-                f"{self.finished:>{len(str(self.runs))}}/{self.runs} {spec}: ",
-                (outcome.status, _COLOURS.get(outcome.status, "")),
-                f": {outcome.error}" if outcome.error else figures,
+                f"{self.finished:>{len(str(self.runs))}}/{self.runs} ",
+                plain(f"{spec}: "),
+                plain(outcome.status, _COLOURS.get(outcome.status, "")),
+                plain(f": {outcome.error}" if outcome.error else figures),
             )
         )
 
@@ -114,10 +120,46 @@ class Display:
         self._all.update(self._task, description=f"run {running} of {self.runs}", completed=sum(self._done.values()))
 
     def warned(self, message: Warning | str, *_: Any) -> None:
-        self.console.print(Text.assemble(("warning: ", "yellow"), str(message)))
+        self.console.print(Text.assemble(("warning: ", "yellow"), plain(message)))
 
 
 def tracked(items: Collection[T], what: str) -> Iterator[T]:
     """The items, with a bar on the terminal, if there is one, that is gone at the end."""
     console = Console(stderr=True)
     yield from track(items, what, console=console, transient=True, disable=not console.is_terminal)
+
+
+# Tables
+
+_WIDEST = 1000  # characters of a table that is not wrapped
+_NARROWEST = 12  # of a column that is
+
+
+def plain(text: object, style: str = "") -> Text:
+    """Return a text to be shown as it is: without markup, and without characters that a terminal obeys."""
+    return Text("".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in str(text)), style)
+
+
+def make_table(
+    columns: Mapping[str, Literal["left", "right", "wrap"]], title: str | None = None, box: Box | None = None
+) -> Table:
+    """Make a table. What is in a column stays on its line, except where it is of the kind ``wrap``."""
+    heading = None if title is None else plain(title, "italic")
+    table = Table(title=heading, box=box, pad_edge=False, padding=(0, 1 if box else 2, 0, 0))
+    for header, kind in columns.items():
+        justify: Literal["left", "right"] = "right" if kind == "right" else "left"
+        table.add_column(header, justify=justify, no_wrap=kind != "wrap", overflow="fold")
+    return table
+
+
+def show(table: Table, console: Console | None = None) -> None:
+    """Print a table no wider than the terminal, or 80 columns where there is none, unless its figures need more."""
+    console = console or Console()
+    wide = console.options.update(max_width=_WIDEST)
+    needed = console.measure(table, options=wide).maximum
+    for column in table.columns:
+        if not column.no_wrap:
+            width = max(console.measure(cell, options=wide).maximum for cell in (column.header, *column.cells))
+            needed -= max(0, width - _NARROWEST)
+    console.width = max(console.width, needed)
+    console.print(table)

@@ -1,15 +1,16 @@
-"""The networks: ResNet and DenseNet in their CIFAR forms, as in Luo et al., and a small character transformer."""
+"""The networks: ResNet and DenseNet in their CIFAR forms, as in Luo et al., and a few small ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["CharTransformer", "DenseNet", "ResNet", "make"]
+__all__ = ["MLP", "CharTransformer", "DenseNet", "ResNet", "TwoConvTwoDense", "make"]
 
 
 class _Projection(nn.Conv2d):
@@ -163,12 +164,60 @@ class CharTransformer(nn.Module):
         return F.linear(self.norm(self.layers(x)), self.characters.weight)
 
 
+class TwoConvTwoDense(nn.Module):
+    """DeepOBS's 2c2d, initialised as there: two convolutions of 5x5, each with pooling, and two dense layers."""
+
+    def __init__(self, classes: int = 10, channels: int = 1, size: int = 28) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 32, 5, padding=2)
+        self.conv2 = nn.Conv2d(32, 64, 5, padding=2)
+        self.dense1 = nn.Linear(64 * (size // 4) ** 2, 1024)
+        self.dense2 = nn.Linear(1024, classes)
+        for module in self.children():
+            nn.init.trunc_normal_(module.weight, std=0.05, a=-0.1, b=0.1)  # type: ignore[arg-type]
+            nn.init.constant_(module.bias, 0.05)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in (self.conv1, self.conv2):
+            x = F.max_pool2d(F.relu(conv(x)), 2)
+        return self.dense2(F.relu(self.dense1(x.flatten(1))))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Sequential):
+    """Dense layers with an activation between them.
+
+    Args:
+        inputs: numbers in.
+        outputs: numbers out.
+        widths: of the layers between.
+        activation: relu or tanh.
+    """
+
+    def __init__(self, inputs: int, outputs: int, widths: Sequence[int], activation: str = "relu") -> None:
+        kinds: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
+        if activation not in kinds:
+            raise ValueError(f"unknown activation {activation!r}; there are {', '.join(kinds)}")
+        sizes = [inputs, *widths, outputs]
+        layers: list[nn.Module] = []
+        for i, (n, m) in enumerate(pairwise(sizes)):
+            layers += [kinds[activation]()] if i else []
+            layers.append(nn.Linear(n, m))
+            # Variances stay as they are from layer to layer, also where there are many.
+            nn.init.xavier_normal_(layers[-1].weight, gain=nn.init.calculate_gain(activation) if i else 1.0)  # type: ignore[arg-type]
+            nn.init.zeros_(layers[-1].bias)  # type: ignore[arg-type]
+        super().__init__(*layers)
+
+
 _MODELS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "resnet8": (ResNet, {"blocks": (1, 1, 1), "width": 16}),
     "resnet20": (ResNet, {"blocks": (3, 3, 3), "width": 16}),
     "resnet34": (ResNet, {"blocks": (3, 4, 6, 3), "width": 64}),
     "densenet121": (DenseNet, {"blocks": (6, 12, 24, 16), "growth": 32}),
     "transformer": (CharTransformer, {}),
+    "2c2d": (TwoConvTwoDense, {}),
+    "mlp": (MLP, {"widths": (256, 256)}),
+    "autoencoder": (MLP, {"widths": (256, 64, 16, 64, 256), "activation": "tanh"}),
+    "pinn": (MLP, {"widths": (64, 64, 64, 64), "activation": "tanh"}),
 }
 NAMES = tuple(_MODELS)
 

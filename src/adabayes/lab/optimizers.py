@@ -4,45 +4,90 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable
+import json
+import warnings
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
-from adabayes.lab.protocol import ProtocolError, Spec
+from adabayes.lab import schema
+from adabayes.lab.protocol import SPEC, ProtocolError, Spec
+from adabayes.lab.schema import Misfit, suggestion
 
-__all__ = ["Trainer", "make"]
+__all__ = ["Trainer", "check", "make"]
 
 
-def make(spec: Spec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of a run. One that takes a ``batch_size`` gets the protocol's, unless it is stated."""
+def check(specs: Iterable[Spec]) -> None:
+    """Raise if a run cannot be begun, or its specification not be read again; before anything is written.
+
+    Every optimizer is made once for each of its settings, for a network of its own.
+    """
+    checked = set()
+    for spec in specs:
+        try:
+            schema.check(SPEC, asdict(spec))
+        except Misfit as error:
+            raise ProtocolError(f"{spec}: {error}") from error
+        settings = json.dumps([spec.optimizer_class, spec.settings], sort_keys=True)
+        if settings not in checked:
+            checked.add(settings)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what it has to say, it says in the run
+                make(spec, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+
+def make(spec: Spec, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a run.
+
+    One that takes a ``batch_size`` gets the protocol's, unless it is stated; one that takes a ``model`` first gets the
+    network in place of its parameters.
+    """
     cls = find_class(spec.optimizer_class)
-    settings = {key: tuple(value) if isinstance(value, list) else value for key, value in spec.settings.items()}
-    if "batch_size" in inspect.signature(cls).parameters:
+    settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in spec.settings.items()}
+    first, *taken = list(inspect.signature(cls).parameters) or [""]
+    if "batch_size" in taken:
         settings.setdefault("batch_size", spec.batch_size)
     try:
-        optimizer: torch.optim.Optimizer = cls(parameters, **settings)
+        return cls(model if first == "model" else model.parameters(), **settings)
     except TypeError as error:
-        taken = ", ".join(list(inspect.signature(cls).parameters)[1:])
-        raise ProtocolError(f"{spec.optimizer_class} with {settings}: {error}. It takes {taken}") from error
-    return optimizer
+        meant = "".join(suggestion(key, taken) for key in settings if key not in taken)
+        takes = f"It takes {', '.join(taken)}{meant}"
+        raise ProtocolError(f"{spec.optimizer_class} with {settings}: {error}. {takes}") from error
+    except Exception as error:  # anything at all that an optimizer comes up with
+        raise ProtocolError(f"{spec.optimizer_class} with {settings}: {_said(error)}") from error
 
 
-def find_class(path: str) -> Any:
+def find_class(path: str) -> Callable[..., torch.optim.Optimizer]:
+    """The optimizer at an import path. Its module is run by that, but nothing that is not an optimizer is called."""
     module, _, name = path.rpartition(".")
     if not module:
         raise ProtocolError(f"{path!r} is not an import path; write it like 'torch.optim.RAdam'")
     try:
-        return getattr(importlib.import_module(module), name)
-    except ImportError as error:
+        found = importlib.import_module(module)
+        cls = getattr(found, name, None)
+    except (Exception, SystemExit) as error:  # anything at all that a module comes up with
         raise ProtocolError(
-            f"cannot import {path}: {error}. Install the package that has it; or, if it is a file of your own, say "
-            "where: PYTHONPATH=FOLDER adabayes ..."
+            f"cannot import {path}: {_said(error)}. Install the package that has it; or, if it is a file of your own, "
+            "say where: PYTHONPATH=FOLDER adabayes ..."
         ) from error
-    except AttributeError:
-        raise ProtocolError(f"there is no {name} in {module}") from None
+    if cls is None:
+        others = [key for key, value in vars(found).items() if _is_optimizer(value)]
+        raise ProtocolError(f"there is no {name} in {module}{suggestion(name, others)}")
+    if not _is_optimizer(cls):
+        raise ProtocolError(f"{path} is no optimizer: it must be a class that is derived from torch.optim.Optimizer")
+    return cls  # type: ignore[no-any-return]
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+
+
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: {error}"
 
 
 class Trainer:

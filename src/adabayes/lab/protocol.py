@@ -5,23 +5,47 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from adabayes.lab import data, models
+from adabayes.lab import data, models, schema
+from adabayes.lab.schema import Kind, Misfit
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["NAMES", "OptimizerSpec", "Protocol", "ProtocolError", "Spec", "load", "lr_factor"]
+__all__ = [
+    "DASHES",
+    "NAMES",
+    "PROTOCOL",
+    "SPEC",
+    "TRIAL_SEED",
+    "WORKLOADS",
+    "Execution",
+    "OptimizerSpec",
+    "Preset",
+    "Protocol",
+    "ProtocolError",
+    "Spec",
+    "load",
+    "lr_factor",
+]  # fmt: skip
 
 NAMES = ("quick", "mini", "paper", "text")
+TRIAL_SEED = 1_000_003  # of trials, so that the seeds of a comparison are fresh
+WORKLOADS = (
+    "digits", "cifar10-mini", "fashion-2c2d", "fashion-autoencoder", "text", "shakespeare", "pinn", "flights",
+)  # fmt: skip
+_PACKAGED = (*NAMES, *(f"suite/{name}" for name in (*WORKLOADS, "rivals")))
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+_MOST_SEEDS = 10_000
 
 
 class ProtocolError(ValueError):
@@ -39,9 +63,29 @@ class OptimizerSpec:
     of_models: dict[str, dict[str, Any]] = field(default_factory=dict)
     search: dict[str, tuple[float, float]] = field(default_factory=dict)  # ranges, to be searched in logarithms
     schedule: dict[str, Any] | None = None  # in place of the protocol's
+    colour: tuple[str, str] | None = None  # of its line in figures, on light and on dark
+    dash: str | None = None
 
     def settings_for(self, model: str) -> dict[str, Any]:
         return {**self.settings, **self.of_models.get(model, {})}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A choice of optimizers that a report offers to show together; those that were not run are left out."""
+
+    label: str
+    optimizers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a run is computed, whatever it is."""
+
+    device: str = "cpu"
+    channels_last: bool = True
+    autocast: bool = False  # mixed precision, in bfloat16
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,10 +108,18 @@ class Spec:
     channels_last: bool = True
     autocast: bool = False  # mixed precision, in bfloat16
     compile: bool = False
+    data_options: dict[str, Any] = field(default_factory=dict)  # of the data set
+    tests_per_epoch: int = 1
+    test_at_end: bool = False  # on the test set once, where the tests are on held-out training data
 
     @property
     def identity(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:10]
+        """A hash of everything. Entries that version 0.1 did not have count where they are set."""
+        said = asdict(self)
+        for name, default in (("data_options", {}), ("tests_per_epoch", 1), ("test_at_end", False)):
+            if said[name] == default:
+                del said[name]
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:10]
 
     @property
     def folder(self) -> str:
@@ -92,8 +144,19 @@ class Protocol:
     optimizers: dict[str, OptimizerSpec]
     schedule: dict[str, Any] = field(default_factory=lambda: {"kind": "constant"})
     model_options: dict[str, Any] = field(default_factory=dict)
+    data_options: dict[str, Any] = field(default_factory=dict)
     validation: float = 0.0
+    tests_per_epoch: int = 1
+    test_at_end: bool = False
     published: dict[str, dict[str, dict[str, Sequence[float]]]] = field(default_factory=dict)  # error, loss
+    presets: dict[str, Preset] = field(default_factory=dict)
+
+    @classmethod
+    def restored(cls, entry: dict[str, Any]) -> Protocol:
+        """The protocol of which ``asdict`` gave this; it has been checked to be of the kind PROTOCOL."""
+        optimizers = {name: OptimizerSpec(**of) for name, of in entry["optimizers"].items()}
+        presets = {key: Preset(**preset) for key, preset in entry.get("presets", {}).items()}
+        return cls(**{**entry, "optimizers": optimizers, "presets": presets})
 
     def narrowed(
         self,
@@ -106,6 +169,8 @@ class Protocol:
         """The same protocol for some of its optimizers, or other data sets, models, seeds and lengths."""
         for name in optimizers or ():
             _check_choice("optimizer", name, self.optimizers, f" in protocol {self.name}")
+        if seeds is not None:
+            _checked(self.name, _FILE["seeds"], "seeds", seeds)
         protocol = replace(
             self,
             datasets=tuple(datasets or self.datasets),
@@ -118,64 +183,69 @@ class Protocol:
         protocol.check()
         return protocol
 
+    def panel(self, said: str) -> tuple[str, str]:
+        """The data set and the model, if there is one of each; else an error that begins with what was ``said``."""
+        if len(self.datasets) > 1 or len(self.models) > 1:
+            raise ProtocolError(
+                f"{said}; protocol {self.name} has {', '.join(self.datasets)} and {', '.join(self.models)}: choose "
+                "with --dataset and --model"
+            )
+        return self.datasets[0], self.models[0]
+
     def check(self) -> None:
         for name in self.datasets:
             _check_choice("data set", name, data.NAMES)
         for name in self.models:
             _check_choice("model", name, models.NAMES)
-        for name in ("epochs", "batch_size", "test_batch_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ProtocolError(f"{self.name}: {name} is {value!r}; it must be a whole number of at least 1")
         for what in ("datasets", "models", "seeds", "optimizers"):
             entries = list(getattr(self, what))
             if not entries:
                 raise ProtocolError(f"{self.name}: there are no {what}; there must be at least one")
-            if twice := [entry for entry in entries if entries.count(entry) > 1]:
-                raise ProtocolError(f"{self.name}: {twice[0]!r} is twice among the {what}")
-        for seed in self.seeds:
-            if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-                raise ProtocolError(f"{self.name}: a seed is {seed!r}; it must be a whole number of at least 0")
-        if not 0 <= self.validation < 1:
-            raise ProtocolError(
-                f"{self.name}: validation is {self.validation!r}; it must be a share, from 0 to below 1"
-            )
-        _check_schedule(self.name, self.schedule)
-        for optimizer in self.optimizers.values():
-            if optimizer.schedule is not None:
-                _check_schedule(f"{self.name}, [optimizers.{optimizer.name}]", optimizer.schedule)
+            if len(set(entries)) < len(entries):
+                twice = next(entry for entry in entries if entries.count(entry) > 1)
+                raise ProtocolError(f"{self.name}: {twice!r} is twice among the {what}")
+        for what in ("epochs", "batch_size", "test_batch_size", "validation"):
+            _checked(self.name, _FILE[what], what, getattr(self, what))
 
-    def runs(self, **options: Any) -> list[Spec]:
-        """What there is to do, seed by seed, so that a comparison is there early. Options are those of a Spec."""
+    def runs(self, execution: Execution = Execution()) -> list[Spec]:  # noqa: B008  (frozen)
+        """What there is to do, seed by seed, so that a comparison is there early."""
         return [
-            self.spec(dataset, model, self.optimizers[optimizer], seed, **options)
+            self.spec(dataset, model, self.optimizers[optimizer], seed, execution)
             for seed in self.seeds
             for dataset in self.datasets
             for model in self.models
             for optimizer in self.optimizers
         ]
 
-    def spec(self, dataset: str, model: str, optimizer: OptimizerSpec, seed: int, **options: Any) -> Spec:
-        given = {
-            "dataset": dataset,
-            "model": model,
-            "model_options": self.model_options,
-            "optimizer": optimizer.name,
-            "optimizer_class": optimizer.path,
-            "settings": optimizer.settings_for(model),
-            "seed": seed,
-            "epochs": self.epochs,
-            "batch_size": self.batch_size,
-            "test_batch_size": self.test_batch_size,
-            "schedule": self.schedule if optimizer.schedule is None else optimizer.schedule,
-            "validation": self.validation,
-        }
-        return Spec(**{**given, **options})
+    def spec(
+        self,
+        dataset: str,
+        model: str,
+        optimizer: OptimizerSpec,
+        seed: int,
+        execution: Execution = Execution(),  # noqa: B008
+    ) -> Spec:
+        return Spec(
+            dataset=dataset,
+            model=model,
+            model_options=self.model_options,
+            optimizer=optimizer.name,
+            optimizer_class=optimizer.path,
+            settings=optimizer.settings_for(model),
+            seed=seed,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            test_batch_size=self.test_batch_size,
+            schedule=self.schedule if optimizer.schedule is None else optimizer.schedule,
+            validation=self.validation,
+            data_options=self.data_options,
+            tests_per_epoch=self.tests_per_epoch,
+            test_at_end=self.test_at_end,
+            **asdict(execution),
+        )
 
 
 # Schedules
-
-_SCHEDULES: dict[str, tuple[str, ...]] = {"constant": (), "step": ("at", "factor"), "cosine": ("warmup",)}
 
 
 def lr_factor(schedule: Mapping[str, Any], progress: float) -> float:
@@ -194,100 +264,224 @@ def lr_factor(schedule: Mapping[str, Any], progress: float) -> float:
     return 1.0
 
 
-def _check_schedule(name: str, schedule: Mapping[str, Any]) -> None:
-    kind = schedule.get("kind")
-    _check_choice("schedule", kind, _SCHEDULES, f" (kind) in {name}")
-    if set(schedule) != {"kind", *_SCHEDULES[str(kind)]}:
-        raise ProtocolError(
-            f"{name}: a schedule of kind {kind!r} has the entries {', '.join(('kind', *_SCHEDULES[str(kind)]))}; "
-            f"here are {', '.join(schedule)}"
-        )
-    shares = {"step": schedule.get("at"), "cosine": [schedule.get("warmup")]}.get(str(kind), [])
-    if not isinstance(shares, list) or not all(isinstance(s, int | float) and 0 <= s < 1 for s in shares):
-        raise ProtocolError(f"{name}: schedule has {shares!r}; these are shares of the training, from 0 to below 1")
+# What is permitted
+
+_POSITIVE = schema.whole(1)
+_SHARE = schema.kind("a share, from 0 to below 1", lambda v: schema.is_number(v) and 0 <= v < 1)
+_SCHEDULES: dict[str, dict[str, Kind]] = {
+    "constant": {},
+    "step": {"at": schema.listed(_SHARE, "a list of at most 100 shares", 100), "factor": schema.number(0, 100)},
+    "cosine": {"warmup": _SHARE},
+}
+
+
+def _schedule(key: str, value: Any) -> None:
+    entries: dict[str, Kind] = {"kind": schema.choice(*_SCHEDULES)}
+    schema.table(entries, others=schema.ANYTHING, permitted="a table, like { kind = 'constant' }")(key, value)
+    schema.table(entries | _SCHEDULES[value["kind"]])(key, value)
+
+
+def _presets(key: str, value: Any) -> None:
+    schema.tables(_PRESET, "tables, like [presets.mine]", schema.NAME)(key, value)
+    if two := schema.meeting(["all", "train", *value]):  # they become names of files
+        raise Misfit(f"{key} has {two[1]!r}, but {two[0]!r} is there already (all and train always are)")
+
+
+_NAMES = schema.listed(schema.TEXT)
+_SETTINGS = schema.tables(schema.PLAIN)
+_DATA_OPTIONS = schema.table({}, {"examples": _POSITIVE, "augment": schema.FLAG})
+_COLOUR = schema.pair(
+    "two colours, on light and on dark, like ['#0072b2', '#7cc4f5']",
+    lambda v: isinstance(v, str) and re.fullmatch("#[0-9a-fA-F]{6}", v) is not None,
+)
+_PRESET = schema.record(Preset, {"label": schema.LINE, "optimizers": _NAMES})
+_FIGURES = schema.pair(
+    "two numbers, an error in percent and a loss", lambda v: schema.is_number(v) and math.isfinite(v)
+)
+_RANGE = schema.pair(
+    "two numbers, the lower one above 0 and first",
+    lambda v: schema.is_number(v) and 0 < v < math.inf,
+    lambda low, high: low < high,
+)
+
+# The entries of an optimizer, where all others are settings, and of a file.
+_ENTRIES: dict[str, Kind] = {
+    "label": schema.LINE,
+    "class": schema.kind(
+        "an import path, like 'torch.optim.RAdam'",
+        lambda v: isinstance(v, str) and "." in v and all(part.isidentifier() for part in v.split(".")),
+    ),
+    "models": schema.tables(_SETTINGS),
+    "search": schema.tables(_RANGE, "a table, like { lr = [1e-4, 1e-1] }"),
+    "schedule": _schedule,
+    "colour": _COLOUR,
+    "dash": schema.choice(*DASHES),
+}
+_FILE: dict[str, Kind] = {
+    "extends": schema.TEXT,
+    "description": schema.TEXT,
+    "datasets": schema.listed(schema.TEXT, "a list, like ['digits']"),
+    "models": schema.listed(schema.TEXT, "a list, like ['resnet8']"),
+    "compare": schema.listed(schema.TEXT, "a list of optimizers"),
+    "seeds": schema.either(
+        f"a number of seeds, at most {_MOST_SEEDS}, or a list of whole numbers from 0 on",
+        schema.whole(0, _MOST_SEEDS),
+        schema.listed(schema.whole(0), most=_MOST_SEEDS),
+    ),
+    "epochs": _POSITIVE,
+    "batch_size": _POSITIVE,
+    "test_batch_size": _POSITIVE,
+    "validation": _SHARE,
+    "tests_per_epoch": _POSITIVE,
+    "test_at_end": schema.FLAG,
+    "schedule": _schedule,
+    "model_options": _SETTINGS,
+    "data_options": _DATA_OPTIONS,
+    "published": schema.tables(schema.tables(schema.tables(_FIGURES))),
+    "presets": _presets,
+    "optimizers": schema.tables(
+        schema.table({}, _ENTRIES, others=schema.PLAIN), "tables, like [optimizers.adam]", schema.NAME
+    ),
+}
+
+# Dataclasses as JSON: read so that nothing goes wrong, and no stricter, for earlier versions permitted more.
+_KNOWN_SCHEDULE = schema.table({"kind": schema.TEXT}, others=schema.PLAIN)
+_SPEC_FIELDS = schema.record(
+    Spec,
+    {
+        "dataset": schema.PART,
+        "model": schema.PART,
+        "model_options": _SETTINGS,
+        "optimizer": schema.PART,
+        "optimizer_class": schema.TEXT,
+        "settings": _SETTINGS,
+        "seed": schema.INTEGER,
+        "epochs": _POSITIVE,
+        "batch_size": _POSITIVE,
+        "test_batch_size": _POSITIVE,
+        "schedule": _KNOWN_SCHEDULE,
+        "validation": _SHARE,
+        "device": schema.TEXT,
+        "channels_last": schema.FLAG,
+        "autocast": schema.FLAG,
+        "compile": schema.FLAG,
+        "data_options": _DATA_OPTIONS,
+        "tests_per_epoch": _POSITIVE,
+        "test_at_end": schema.FLAG,
+    },
+)
+_OPTIMIZER = schema.record(
+    OptimizerSpec,
+    {
+        "name": schema.TEXT,
+        "label": schema.TEXT,
+        "path": schema.TEXT,
+        "settings": _SETTINGS,
+        "of_models": schema.tables(_SETTINGS),
+        "search": schema.tables(_RANGE),
+        "schedule": schema.nothing_or(_KNOWN_SCHEDULE),
+        "colour": schema.nothing_or(_COLOUR),
+        "dash": schema.nothing_or(_ENTRIES["dash"]),
+    },
+)
+PROTOCOL = schema.record(
+    Protocol,
+    _FILE
+    | {
+        "name": schema.TEXT,
+        "seeds": schema.listed(schema.INTEGER),
+        "optimizers": schema.tables(_OPTIMIZER),
+        "schedule": _KNOWN_SCHEDULE,
+    },
+)
+
+
+def _spec(key: str, value: Any) -> None:
+    _SPEC_FIELDS(key, value)
+    if len((folder := Spec(**value).folder).encode()) > 255:
+        raise Misfit(f"the name of its folder, {folder[:60]}..., is longer than file systems permit")
+
+
+SPEC: Kind = _spec
 
 
 # Files
 
-_KEYS = {f.name for f in fields(Protocol)} - {"name"} | {"extends", "compare"}
-_OPTIMIZER_KEYS = ("label", "class", "models", "search", "schedule")  # all others are settings
+# Entries that make another experiment, to which published figures do not belong.
+_DIFFERENT = {"datasets", "models", "epochs", "batch_size", "schedule", "model_options", "data_options", "validation"}
+_SHOWN = {"label", "colour", "dash", "search"}  # entries that leave an optimizer's results as they were
 
 
-_FIGURES = {"datasets", "models", "epochs", "batch_size", "schedule", "model_options", "validation"}  # depend on these
-_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "description": (str, "a text"),
-    "extends": (str, "the name of a protocol, or a file"),
-    "datasets": (list, "a list, like ['digits']"),
-    "models": (list, "a list, like ['resnet8']"),
-    "compare": (list, "a list of optimizers"),
-    "seeds": ((int, list), "a number of seeds, or a list of them"),
-    "epochs": (int, "a whole number"),
-    "batch_size": (int, "a whole number"),
-    "test_batch_size": (int, "a whole number"),
-    "validation": ((int, float), "a share, from 0 to below 1"),
-    "schedule": (dict, "a table, like { kind = 'constant' }"),
-    "model_options": (dict, "a table"),
-    "published": (dict, "a table"),
-    "optimizers": (dict, "tables, like [optimizers.adam]"),
-}
+def check_workload(name: str) -> None:
+    """Raise if the suite has no such workload."""
+    _check_choice("workload", name, WORKLOADS)
 
 
 def load(name: str | Path) -> Protocol:
     """A protocol by its name, or from a TOML file."""
     table = _read(name)
-    stem = Path(name).stem
-    unknown = set(table) - _KEYS
-    if unknown:
-        raise ProtocolError(f"{name}: unknown entry {min(unknown)!r}; there may be {', '.join(sorted(_KEYS))}")
-    optimizers = {key: _optimizer(stem, key, entry) for key, entry in _tables(name, table, "optimizers").items()}
+    stem = str(name).replace("/", "-") if str(name) in _PACKAGED else Path(name).stem
+    _checked(name, schema.NAME, "the name of the file, which names a folder too,", stem)
+    for key in ("datasets", "models", "epochs", "batch_size"):
+        if key not in table:
+            raise ProtocolError(f"{name}: there is no {key}; state it, or extend another protocol: extends = 'quick'")
+    optimizers = {key: _optimizer(name, key, entry) for key, entry in table.get("optimizers", {}).items()}
     compare = table.get("compare", list(optimizers))
     for key in compare:
         _check_choice("optimizer", key, optimizers, f" (compare) in {name}")
-    given = {key: table[key] for key in table if key in _KEYS - {"extends", "compare", "optimizers"}}
-    missing = {"datasets", "models", "epochs", "batch_size"} - set(given)
-    if missing:
-        raise ProtocolError(
-            f"{name}: there is no {min(missing)}; state it, or extend another protocol: extends = 'quick'"
-        )
-    seeds = given.get("seeds", 1)
-    given["seeds"] = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
-    for key in ("datasets", "models"):
-        given[key] = tuple(given[key])
-    given.setdefault("test_batch_size", given["batch_size"])
-    given.setdefault("description", "")
-    protocol = Protocol(name=stem, optimizers={key: optimizers[key] for key in compare}, **given)
+    for dataset, of_models in table.get("published", {}).items():
+        _check_choice("data set", dataset, data.NAMES, f" (published) in {name}")
+        for model, figures in of_models.items():
+            _check_choice("model", model, models.NAMES, f" (published.{dataset}) in {name}")
+            for key in figures:
+                _check_choice("optimizer", key, optimizers, f" (published.{dataset}.{model}) in {name}")
+    seeds = table.get("seeds", 1)
+    given = {key: table[key] for key in table if key in {f.name for f in fields(Protocol)}}
+    given |= {
+        "name": stem,
+        "description": table.get("description", ""),
+        "datasets": tuple(table["datasets"]),
+        "models": tuple(table["models"]),
+        "seeds": tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds),
+        "test_batch_size": table.get("test_batch_size", table["batch_size"]),
+        "optimizers": {key: optimizers[key] for key in compare},
+        "presets": {
+            key: Preset(preset["label"], tuple(preset["optimizers"]))
+            for key, preset in table.get("presets", {}).items()
+        },
+    }
+    protocol = Protocol(**given)
     protocol.check()
     return protocol
 
 
-def _read(name: str | Path, above: tuple[str, ...] = ()) -> dict[str, Any]:
+def _read(name: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A protocol's table, with that of the protocol that it extends below it."""
-    if str(name) in above:
-        raise ProtocolError(f"{name} extends itself: {' <- '.join([*above, str(name)])}")
-    if str(name) in NAMES:
-        text = (resources.files("adabayes.lab") / "protocols" / f"{name}.toml").read_text(encoding="utf-8")
+    if str(name) in _PACKAGED:
+        text = (resources.files("adabayes.lab") / "protocols" / f"{name}.toml").read_bytes()
     else:
-        path = Path(name)
-        if not path.is_file():
-            raise ProtocolError(f"no protocol {str(name)!r}: there are {', '.join(NAMES)}, or give a TOML file")
-        text = path.read_text(encoding="utf-8")
+        text = _text(Path(name))
+    path = Path(name).resolve()
+    if path in above:
+        raise ProtocolError(f"{name} extends itself: {' <- '.join(map(str, [*above, path]))}")
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = tomllib.loads(text.decode())
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{name} is not TOML: {error}") from error
-    for key, (kind, what) in _TYPES.items():
-        if key in table and (not isinstance(table[key], kind) or isinstance(table[key], bool)):
-            raise ProtocolError(f"{name}: {key} is {table[key]!r}; it must be {what}")
+    try:
+        schema.check(schema.table({}, _FILE), table)
+    except Misfit as error:
+        raise ProtocolError(f"{name}: {error}") from error
     below = table.get("extends")
     if below is None:
         return table
-    base = _read(below if below in NAMES else Path(name).parent / below, (*above, str(name)))
+    base = _read(below if below in _PACKAGED else Path(name).parent / below, (*above, path))
     merged = {**base, **table, "optimizers": dict(base.get("optimizers", {}))}
-    changed = _tables(name, table, "optimizers")
-    for key, entry in changed.items():
+    for key, entry in table.get("optimizers", {}).items():
         merged["optimizers"][key] = {**merged["optimizers"].get(key, {}), **entry}
     if "published" not in table:  # the base's are of another experiment where this one differs
-        same = {} if not _FIGURES.isdisjoint(table) else base.get("published", {})
+        changed = {key for key, entry in table.get("optimizers", {}).items() if not _SHOWN.issuperset(entry)}
+        same = {} if not _DIFFERENT.isdisjoint(table) else base.get("published", {})
         merged["published"] = {
             dataset: {model: {o: v for o, v in of.items() if o not in changed} for model, of in models.items()}
             for dataset, models in same.items()
@@ -295,51 +489,46 @@ def _read(name: str | Path, above: tuple[str, ...] = ()) -> dict[str, Any]:
     return merged
 
 
-def _tables(name: str | Path, table: Mapping[str, Any], key: str) -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = table.get(key, {})
-    if not all(isinstance(entry, dict) for entry in entries.values()):
-        raise ProtocolError(f"{name}: {key} must be tables, like [{key}.adam]")
-    return entries
+def _text(path: Path) -> bytes:
+    try:
+        if path.is_file():
+            return path.read_bytes()
+        why = ""
+    except OSError as error:
+        why = f" ({error.strerror})"
+    known = f"there are {', '.join(NAMES)}, suite/WORKLOAD, or give a TOML file"
+    known += schema.suggestion(str(path), _PACKAGED)
+    raise ProtocolError(f"no protocol {str(path)!r}{why}: {known}")
 
 
-def _optimizer(protocol: str, name: str, entry: Mapping[str, Any]) -> OptimizerSpec:
-    kinds = (("label", str, "a text"), ("models", dict, "tables"), ("search", dict, "a table"))
-    for key, kind, what in (*kinds, ("schedule", dict, _TYPES["schedule"][1])):
-        if not isinstance(entry.get(key, kind()), kind):
-            raise ProtocolError(f"{protocol}: {key} in [optimizers.{name}] is {entry[key]!r}; it must be {what}")
-    for key, value in entry.get("models", {}).items():
-        if not isinstance(value, dict):
-            raise ProtocolError(f"{protocol}: models.{key} in [optimizers.{name}] is {value!r}; it must be a table")
-    for key, value in entry.items():
-        if key not in _OPTIMIZER_KEYS and not isinstance(value, int | float | str | list):
-            raise ProtocolError(f"{protocol}: {key} in [optimizers.{name}] is {value!r}, which no optimizer takes")
-    if not isinstance(entry.get("class"), str):
-        raise ProtocolError(f"{protocol}: [optimizers.{name}] has no class; it is an import path: 'torch.optim.RAdam'")
-    search = entry.get("search", {})
-    for key, limits in search.items():
-        numbers = isinstance(limits, list) and all(isinstance(limit, int | float) for limit in limits)
-        if not (numbers and len(limits) == 2 and 0 < limits[0] < limits[1]):
-            raise ProtocolError(
-                f"{protocol}: search of {key} in [optimizers.{name}] is {limits!r}; it must be two numbers, the lower "
-                "one above 0 and first"
-            )
+def _optimizer(protocol: str | Path, name: str, entry: Mapping[str, Any]) -> OptimizerSpec:
+    if "class" not in entry:
+        raise ProtocolError(
+            f"{protocol}: [optimizers.{name}] has no class; it is an import path, like 'torch.optim.RAdam'"
+        )
+    for model in entry.get("models", {}):
+        _check_choice("model", model, models.NAMES, f" (optimizers.{name}.models) in {protocol}")
     return OptimizerSpec(
         name,
         entry.get("label", name),
         entry["class"],
-        {key: value for key, value in entry.items() if key not in _OPTIMIZER_KEYS},
+        {key: value for key, value in entry.items() if key not in _ENTRIES},
         entry.get("models", {}),
-        {key: (float(low), float(high)) for key, (low, high) in search.items()},
+        {key: (float(low), float(high)) for key, (low, high) in entry.get("search", {}).items()},
         entry.get("schedule"),
+        tuple(entry["colour"]) if "colour" in entry else None,
+        entry.get("dash"),
     )
 
 
-def _check_choice(what: str, name: Any, choices: Any, where: str = "") -> None:
+def _checked(where: str | Path, kind: Kind, key: str, value: Any) -> None:
+    try:
+        kind(key, value)
+    except Misfit as error:
+        raise ProtocolError(f"{where}: {error}") from error
+
+
+def _check_choice(what: str, name: str, choices: Iterable[str], where: str = "") -> None:
     if name not in choices:
-        raise ProtocolError(f"unknown {what} {name!r}{where}; there are {', '.join(choices)}")
-
-
-def described() -> Iterator[tuple[str, str]]:
-    """The protocols that come with the package, and what they are."""
-    for name in NAMES:
-        yield name, str(_read(name)["description"])
+        known = f"there are {', '.join(choices)}{schema.suggestion(name, choices)}"
+        raise ProtocolError(f"unknown {what} {name!r}{where}; {known}")

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adabayes.lab import optimizers, schema
 from adabayes.lab import protocol as protocols
-from adabayes.lab import sweep
-from adabayes.lab.data import Data
-from adabayes.lab.display import Display
-from adabayes.lab.protocol import OptimizerSpec, Protocol, ProtocolError
-from adabayes.lab.store import exclusive, folder_of, write_atomically
+from adabayes.lab.data import Data, digits_of
+from adabayes.lab.display import Display, make_table, plain
+from adabayes.lab.execute import sweep
+from adabayes.lab.protocol import TRIAL_SEED, Execution, OptimizerSpec, Protocol, ProtocolError
+from adabayes.lab.run.folder import exclusive, folder_of, write_atomically
+from adabayes.lab.run.training import CHECKPOINT_SECONDS, Watch
 
 try:
     import optuna
+    import tomli_w
     from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
     from optuna.trial import FrozenTrial, TrialState
+
+    from adabayes.lab import journal
 except ImportError as error:
-    raise ImportError("tuning needs optuna: pip install '.[lab]' in the folder of AdaBayes") from error
+    raise ImportError("tuning needs optuna and tomli-w: pip install '.[lab]' in the folder of AdaBayes") from error
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,8 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["Search", "check", "plot", "searches", "table", "tune", "write_protocol"]
 
 VALIDATION = 0.1  # of the training data, where the protocol does not say
-SEED = 1_000_003  # of the trials, so that those of the comparison are fresh
 WORST = 100.0  # percent: what a run that diverges is worth
+_JOURNAL = "tune.journal"
 
 
 @dataclass(frozen=True)
@@ -61,23 +66,39 @@ def tune(
     load: Callable[[], Data],
     display: Display,
     stop: sweep.Stop,
-    **options: Any,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    execution: Execution = Execution(),  # noqa: B008  (frozen)
 ) -> list[sweep.Outcome]:
     """Give every optimizer ``budget`` trials, the first with the protocol's own settings; goes on where it was.
 
-    Options are those of a Spec. What failed is returned: after a failure, an optimizer gets no more trials for now.
+    What failed is returned: after a failure, an optimizer gets no more trials for now.
     """
     check(protocol)
     out.mkdir(parents=True, exist_ok=True)
     failures: dict[str, sweep.Outcome] = {}
     with exclusive(out / ".lock", f"another process is tuning in {out}; it was left alone"):
+        sweep.remove_leftovers(out)
+        journal.mend(out / _JOURNAL, display.warned)
         whole = load()
-        studies = {name: _study(protocol, optimizer, out) for name, optimizer in protocol.optimizers.items()}
+        storage = _storage(out)
+        studies = {name: _study(storage, protocol, optimizer) for name, optimizer in protocol.optimizers.items()}
+        points = {name: _points(protocol, optimizer) for name, optimizer in protocol.optimizers.items()}
         display.finished = sum(len(search.finished) for search in searches(protocol, out))
         for i in range(budget):  # in turn, so that a search that is stopped early is fair as well
             for name, optimizer in protocol.optimizers.items():
                 if name not in failures and len(Search(optimizer, tuple(studies[name].trials)).finished) <= i:
-                    outcome = _trial(studies[name], protocol, optimizer, out, whole, display, stop, options)
+                    outcome = _trial(
+                        studies[name],
+                        points[name],
+                        protocol,
+                        optimizer,
+                        out,
+                        whole,
+                        display,
+                        stop,
+                        checkpoint_seconds,
+                        execution,
+                    )
                     if outcome.status not in ("done", "diverged", "pruned"):
                         failures[name] = outcome
     return list(failures.values())
@@ -85,88 +106,109 @@ def tune(
 
 def check(protocol: Protocol) -> None:
     """Raise if a protocol cannot be tuned."""
-    if len(protocol.datasets) > 1 or len(protocol.models) > 1:
-        raise ProtocolError(
-            f"tuning is for one data set and one model at a time; protocol {protocol.name} has "
-            f"{', '.join(protocol.datasets)} and {', '.join(protocol.models)}: choose with --dataset and --model"
-        )
+    protocol.panel("tuning is for one data set and one model at a time")
+    model = protocol.models[0]
     for optimizer in protocol.optimizers.values():
         if not optimizer.search:
             raise ProtocolError(
                 f"[optimizers.{optimizer.name}] has nothing to search; add a line like search = {{ lr = [1e-4, 1e-1] }}"
             )
-        own = optimizer.settings_for(protocol.models[0])
+        own = optimizer.settings_for(model)
         for key, (low, high) in optimizer.search.items():
-            if not low <= own.get(key, low) <= high:
+            value = own.get(key, low)
+            if not (schema.is_number(value) and low <= value <= high):
                 raise ProtocolError(
-                    f"[optimizers.{optimizer.name}] has {key} = {own[key]}, which is outside of its search, {low} to "
+                    f"[optimizers.{optimizer.name}] has {key} = {value}, which is outside of its search, {low} to "
                     f"{high}; widen it, or leave {key} out of it"
                 )
+        tried = replace(optimizer, settings={key: low for key, (low, _) in optimizer.search.items()} | own)
+        optimizers.check([protocol.spec(protocol.datasets[0], model, tried, TRIAL_SEED)])
 
 
 def searches(protocol: Protocol, out: Path) -> list[Search]:
     """What is known so far."""
-    return [Search(o, tuple(_open(protocol, o, out).trials)) for o in protocol.optimizers.values()]
+    storage = _storage(out)
+
+    def trials(name: str) -> list[FrozenTrial]:
+        try:
+            return storage.get_all_trials(storage.get_study_id_from_name(name))
+        except KeyError:  # none yet
+            return []
+
+    return [Search(o, tuple(trials(_study_name(protocol, o)))) for o in protocol.optimizers.values()]
 
 
 def _held_out(protocol: Protocol) -> Protocol:
     return replace(protocol, validation=protocol.validation or VALIDATION)
 
 
-def _open(protocol: Protocol, optimizer: OptimizerSpec, out: Path) -> optuna.Study:
+def _storage(out: Path) -> JournalStorage:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    # Its name says all that the trials have in common, so that those of another setting are not taken for these.
+    return journal.read(out / _JOURNAL)
+
+
+def _study_name(protocol: Protocol, optimizer: OptimizerSpec) -> str:
+    """All that the trials have in common, so that those of another setting are not taken for these."""
     model = protocol.models[0]
     fixed = {key: value for key, value in optimizer.settings_for(model).items() if key not in optimizer.search}
     common = replace(optimizer, settings=fixed, of_models={})
-    one = _held_out(protocol).spec(protocol.datasets[0], model, common, SEED)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # since 2021
-        sampler = optuna.samplers.QMCSampler(scramble=True, seed=0, warn_independent_sampling=False)
-    return optuna.create_study(
-        study_name=f"{one.folder} {json.dumps(optimizer.search, sort_keys=True)}",
-        storage=JournalStorage(JournalFileBackend(str(out / "tune.journal"))),
-        sampler=sampler,
+    one = _held_out(protocol).spec(protocol.datasets[0], model, common, TRIAL_SEED)
+    return f"{one.folder} {json.dumps(optimizer.search, sort_keys=True)}"
+
+
+def _study(storage: JournalStorage, protocol: Protocol, optimizer: OptimizerSpec) -> optuna.Study:
+    """The study to add trials to."""
+    study = optuna.create_study(
+        study_name=_study_name(protocol, optimizer),
+        storage=storage,
+        sampler=optuna.samplers.RandomSampler(seed=0),  # which has nothing to do: see _points
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=max(1, protocol.epochs // 4)),
         direction="minimize",
         load_if_exists=True,
     )
-
-
-def _study(protocol: Protocol, optimizer: OptimizerSpec, out: Path) -> optuna.Study:
-    """The study to add trials to: first those that are owed."""
-    study = _open(protocol, optimizer, out)
-    if not study.trials:
-        own = optimizer.settings_for(protocol.models[0])
-        study.enqueue_trial({key: float(own[key]) for key in optimizer.search if key in own})
-    settled = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.WAITING)
-    known = [t.params or t.system_attrs.get("fixed_params") for t in study.trials if t.state in settled]
     for trial in study.trials:
         if trial.state == TrialState.RUNNING:  # in a process that was stopped
             study.tell(trial.number, state=TrialState.FAIL)
-        if trial.state not in settled and trial.params not in known:
-            study.enqueue_trial(trial.params)
-            known.append(trial.params)
     return study
+
+
+def _points(protocol: Protocol, optimizer: OptimizerSpec) -> Iterator[dict[str, float]]:
+    """The settings to try, in order: as given, then quasi-random ones. They depend on nothing that happens."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # since 2021
+        sampler = optuna.samplers.QMCSampler(scramble=True, seed=0, warn_independent_sampling=False)
+    study = optuna.create_study(sampler=sampler)
+    own = optimizer.settings_for(protocol.models[0])
+    study.enqueue_trial({key: float(own[key]) for key in optimizer.search if key in own})
+    while True:
+        trial = study.ask(_space(optimizer))
+        yield trial.params
+        study.tell(trial, 0.0)
+
+
+def _space(optimizer: OptimizerSpec) -> dict[str, optuna.distributions.BaseDistribution]:
+    return {key: optuna.distributions.FloatDistribution(*limits, log=True) for key, limits in optimizer.search.items()}
 
 
 def _trial(
     study: optuna.Study,
+    points: Iterator[dict[str, float]],
     protocol: Protocol,
     optimizer: OptimizerSpec,
     out: Path,
     whole: Data,
     display: Display,
     stop: sweep.Stop,
-    options: dict[str, Any],
+    checkpoint_seconds: float,
+    execution: Execution,
 ) -> sweep.Outcome:
-    space: dict[str, optuna.distributions.BaseDistribution] = {
-        key: optuna.distributions.FloatDistribution(*limits, log=True) for key, limits in optimizer.search.items()
-    }
-    trial = study.ask(space)
+    if not study.get_trials(states=[TrialState.WAITING]):  # a kill may have left one
+        tried = [trial.params for trial in Search(optimizer, tuple(study.trials)).finished]
+        study.enqueue_trial(next(point for point in points if point not in tried))
+    trial = study.ask(_space(optimizer))
     settings = {**optimizer.settings_for(protocol.models[0]), **trial.params}
-    tried = replace(optimizer, settings=settings, of_models={})
-    spec = _held_out(protocol).spec(protocol.datasets[0], protocol.models[0], tried, SEED, **options)
+    changed = replace(optimizer, settings=settings, of_models={})
+    spec = _held_out(protocol).spec(protocol.datasets[0], protocol.models[0], changed, TRIAL_SEED, execution)
 
     def is_hopeless(row: dict[str, Any]) -> bool:
         trial.report(row["test_error"], row["epoch"])
@@ -174,10 +216,12 @@ def _trial(
 
     display.started(spec)
     folder = folder_of(spec, out)
-    outcome = sweep.attempt(
-        spec, folder, lambda: whole, stop, report=lambda p: display.progressed(spec, p), is_hopeless=is_hopeless
-    )
+    watch = Watch(lambda progress: display.progressed(spec, progress), stop, is_hopeless)
+    outcome = sweep.attempt(spec, folder, lambda: whole, watch, sweep.Options(checkpoint_seconds=checkpoint_seconds))
     display.ended(spec, outcome)
+    if not outcome.is_new:  # it ended just before a kill
+        for row in folder.metrics():
+            is_hopeless(row)
     if outcome.status == "done":
         study.tell(trial, folder.metrics()[-1]["test_error"])
     elif outcome.status == "diverged":
@@ -190,47 +234,49 @@ def _trial(
 # What came out
 
 
-def table(found: list[Search]) -> Table:
+def table(found: list[Search], error: str) -> Table:
     from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table
 
-    grid = Table(title="Validation error %, at the end of training", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("optimizer", "trials", "pruned", "as given", "best", "with"):
-        grid.add_column(name, justify="left" if name in ("optimizer", "with") else "right")
+    digits = digits_of(error)
+    grid = make_table(
+        {"optimizer": "wrap", **dict.fromkeys(("trials", "pruned", "as given", "best"), "right"), "with": "wrap"},
+        f"Validation {error}, at the end of training",
+        SIMPLE_HEAD,
+    )
     for search in found:
         first = search.finished[0].value if search.finished else None
         best = search.best
         grid.add_row(
-            escape(search.optimizer.label),
+            plain(search.optimizer.label),
             str(len(search.finished)),
             str(sum(t.state == TrialState.PRUNED for t in search.finished)),
-            "" if first is None else f"{first:.2f}",
-            "" if best is None else f"{best.value:.2f}",
-            "" if best is None else ", ".join(f"{key} {value:.2g}" for key, value in best.params.items()),
+            "" if first is None else f"{first:.{digits}f}",
+            "" if best is None else f"{best.value:.{digits}f}",
+            plain("" if best is None else ", ".join(f"{key} {value:.2g}" for key, value in best.params.items())),
         )
     return grid
 
 
 def write_protocol(protocol: Protocol, source: str | Path, found: list[Search], path: Path) -> None:
     """A protocol with the winners, for ``reproduce``, whose seeds are fresh."""
-    extends = str(source) if str(source) in protocols.NAMES else os.path.relpath(source, path.parent)
-    lines = [
-        "# Written by adabayes tune: the best settings that it found for each optimizer.",
-        f"description = {json.dumps(f'{protocol.name}, tuned')}",
-        f"extends = {json.dumps(extends)}",
-        f"datasets = {json.dumps(protocol.datasets)}",
-        f"models = {json.dumps(protocol.models)}",
-        f"epochs = {protocol.epochs}",
-        f"compare = {json.dumps([s.optimizer.name for s in found if s.best])}",
-    ]
-    for search in found:
-        if search.best:
-            settings = {**search.optimizer.settings_for(protocol.models[0]), **search.best.params}
-            lines += ["", f"[optimizers.{search.optimizer.name}]"]
-            lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
-            lines += ["models = {}", f"# validation error {search.best.value:.3f} %, of {len(search.finished)} trials"]
-    write_atomically(path, "\n".join([*lines, ""]).encode())
+    winners = [(search, search.best) for search in found if search.best]
+    lines = ["# Written by adabayes tune: the best settings that it found for each optimizer. Validation errors:"]
+    for search, best in winners:
+        lines.append(f"# {search.optimizer.name} {best.value:.4g}, of {len(search.finished)} trials")
+    model = protocol.models[0]
+    content = {
+        "description": f"{protocol.name}, tuned",
+        "extends": str(source) if str(source) in protocols.NAMES else os.path.relpath(source, path.parent),
+        "datasets": protocol.datasets,
+        "models": protocol.models,
+        "epochs": protocol.epochs,
+        "compare": [search.optimizer.name for search, _ in winners],
+        "optimizers": {
+            search.optimizer.name: {**search.optimizer.settings_for(model), **best.params, "models": {}}
+            for search, best in winners
+        },
+    }
+    write_atomically(path, "\n".join([*lines, "", tomli_w.dumps(content)]).encode())
 
 
 def plot(found: list[Search], path: Path) -> None:
@@ -271,9 +317,11 @@ def plot(found: list[Search], path: Path) -> None:
     for name, ax in zip(names, axes[0]):
         ax.set_title(name)
     axes[0][0].legend(fontsize=7, frameon=False)
-    figure.suptitle("Validation error (%) of each trial; the line is the best")
-    figure.savefig(path, dpi=120)
+    figure.suptitle("Validation error of each trial; the line is the best")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120)
     plt.close(figure)
+    write_atomically(path, picture.getvalue())
 
 
 def _last(trial: FrozenTrial) -> float:

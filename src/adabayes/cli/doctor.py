@@ -1,0 +1,74 @@
+"""``adabayes doctor``: whether everything is in place."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import re
+import textwrap
+
+from adabayes import __version__
+from adabayes.cli.parsing import Parser
+
+__all__ = ["add", "diagnosis", "extras"]
+
+_INDENT = 14 * " "
+# A package that an extra needs, with every version of Python: "rich>=13; extra == 'lab'"
+_NEED = re.compile(r"(?P<name>[\w.-]+)[^;]*; *extra == ['\"](?P<extra>[\w.-]+)['\"]")
+
+
+def add(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="check the installation",
+        description="Prints versions, whether the fused kernels are there, which instructions they use, and which "
+        "extras are installed.",
+    )
+    parser.set_defaults(run=lambda args: print(diagnosis()))
+
+
+def diagnosis() -> str:
+    """Describe the installation, a line for each part."""
+    import torch
+
+    from adabayes import kernels
+
+    missing = kernels.unavailable()
+    lines = {
+        "adabayes": __version__,
+        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "kernels": f"not there: {missing}" if missing else f"loaded, {kernels.LIBRARY}",
+    }
+    if not missing:
+        lines["instructions"] = kernels.instruction_set()
+        lines["threads from"] = kernels.thread_source()
+    found = extras()
+    lines["extras"] = _wrapped([name for name, there in found.items() if there]) if found else "not known"
+    if others := [name for name, there in found.items() if not there]:
+        lines["not installed"] = _wrapped(others) + "\n" + _INDENT + "(pip install '.[NAME]' in the folder of AdaBayes)"
+    return "\n".join(f"{name:<13} {value}" for name, value in lines.items())
+
+
+def _wrapped(names: list[str]) -> str:
+    return textwrap.fill(", ".join(names) or "none", 80, initial_indent=_INDENT, subsequent_indent=_INDENT).strip()
+
+
+def extras() -> dict[str, bool]:
+    """Return the extras that the package declares, and whether all packages that each needs are installed."""
+    try:
+        package = importlib.metadata.distribution("adabayes")
+    except importlib.metadata.PackageNotFoundError:  # it is imported from its source
+        return {}
+    needs = [need for line in package.requires or () if (need := _NEED.fullmatch(line))]
+    lacking = {need["extra"] for need in needs if not _is_installed(need["name"])}
+    return {extra: extra not in lacking for extra in package.metadata.get_all("Provides-Extra") or ()}
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,69 @@
+"""Standard output and standard error on which a command does not fail after its work is done.
+
+Characters that the encoding lacks are replaced. Once nobody reads a pipe any more, as after ``| head -1``, what is
+written to it is dropped.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+__all__ = ["forgiving"]
+
+
+@contextmanager
+def forgiving() -> Iterator[None]:
+    """Let standard output and standard error be forgiving."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = mine = _forgiving(sys.stdout), _forgiving(sys.stderr)
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+            for stream in filter(None, mine):
+                stream.flush()
+    except _Unwritable as error:
+        sys.exit(f"adabayes: {error}")
+
+
+class _Unwritable(OSError):
+    """Output that has nowhere to go, as on a full disk."""
+
+
+class _File(io.FileIO):
+    """A file that, after the first error, leads nowhere; that nobody reads it is no error."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            if not isinstance(error, BrokenPipeError):
+                raise _Unwritable(f"cannot write the output: {error}") from error
+            return memoryview(data).nbytes
+
+
+def _forgiving(stream: TextIO) -> TextIO:
+    """Write to the same file; a stream without one, or none at all, stays as it is."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    try:
+        file = _File(stream.fileno(), "wb", closefd=False)
+    except OSError:
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        file if isinstance(stream.buffer, io.RawIOBase) else io.BufferedWriter(file),  # the first under python -u
+        encoding=stream.encoding,
+        errors="backslashreplace" if stream.errors == "backslashreplace" else "replace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )

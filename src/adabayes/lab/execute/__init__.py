@@ -1,0 +1,1 @@
+"""Many runs: here, in several processes, or on a Ray cluster."""

@@ -1,0 +1,293 @@
+"""What came out: a row for each run, means over seeds, and a table in the form of the paper's."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import shlex
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from adabayes.lab import data, schema
+from adabayes.lab import protocol as protocols
+from adabayes.lab.display import make_table, plain
+from adabayes.lab.protocol import PROTOCOL, OptimizerSpec, Protocol, Spec
+from adabayes.lab.run.folder import RunFolder, folder_of, read_json, write_atomically
+
+__all__ = ["METRICS", "Mean", "Row", "Summary", "collect", "read", "summarise", "tables", "write"]
+
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\n")
+METRICS = ("test_error", "test_loss", "train_error", "train_loss")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run.
+
+    Errors are those of its task, most often in percent. The best are over epochs, error and loss apart. None is a
+    figure that is not there.
+    """
+
+    dataset: str
+    model: str
+    optimizer: str
+    seed: int
+    status: str
+    epochs: int  # that are complete
+    best_test_error: float | None = None
+    best_test_loss: float | None = None
+    final_test_error: float | None = None
+    final_test_loss: float | None = None
+    best_train_error: float | None = None
+    best_train_loss: float | None = None
+    final_train_error: float | None = None
+    final_train_loss: float | None = None
+    seconds: float = 0.0  # of training
+    test_seconds: float = 0.0
+    milliseconds_per_step: float | None = None
+    state_bytes: float | None = None  # of the optimizer, a weight
+    folder: str = ""
+    error: str | None = None
+
+
+def collect(specs: Sequence[Spec], out: Path) -> list[Row]:
+    """The rows of runs, from their folders."""
+    return [_row(spec, folder_of(spec, out)) for spec in specs]
+
+
+def _row(spec: Spec, folder: RunFolder) -> Row:
+    metrics = folder.metrics()
+    failed = folder.read("failed.json")
+    status = folder.status()
+    figures: dict[str, Any] = {}
+    for name in METRICS if metrics else ():
+        values = [v if (v := row.get(name)) is not None and math.isfinite(v) else None for row in metrics]
+        figures[f"best_{name}"] = min((v for v in values if v is not None), default=None)
+        figures[f"final_{name}"] = values[-1]
+    seconds = sum(row["train_seconds"] for row in metrics)
+    per_step = [row["train_seconds"] / row["steps"] for row in metrics if row["steps"]]
+    return Row(
+        spec.dataset,
+        spec.model,
+        spec.optimizer,
+        spec.seed,
+        status,
+        len(metrics),
+        **figures,
+        seconds=seconds,
+        test_seconds=sum(row["test_seconds"] for row in metrics),
+        milliseconds_per_step=1e3 * statistics.median(per_step) if per_step else None,  # others may have slowed some
+        state_bytes=metrics[-1]["state_bytes"] if metrics else None,
+        folder=spec.folder,
+        error=failed["error"] if failed and status == "failed" else None,
+    )
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Over the seeds of those runs that are done, with its standard error."""
+
+    mean: float
+    error: float | None  # None of a single one
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Mean | None:
+        found = [value for value in values if value is not None]
+        if not found:
+            return None
+        return cls(statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else None)
+
+    def text(self, digits: int) -> str:
+        return f"{self.mean:.{digits}f}" + ("" if self.error is None else f" ±{self.error:.{digits}f}")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """An optimizer on a data set and a model, over seeds."""
+
+    dataset: str
+    model: str
+    optimizer: str
+    runs: dict[str, int]  # how many are in which status
+    best_test_error: Mean | None
+    best_test_loss: Mean | None
+    final_test_error: Mean | None
+    final_test_loss: Mean | None
+    best_train_error: Mean | None
+    best_train_loss: Mean | None
+    final_train_error: Mean | None
+    final_train_loss: Mean | None
+    milliseconds_per_step: Mean | None
+    state_bytes: Mean | None
+
+
+def summarise(rows: Sequence[Row]) -> list[Summary]:
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.dataset, row.model, row.optimizer), []).append(row)
+    return [_summary(key, group) for key, group in groups.items()]
+
+
+def _summary(key: tuple[str, str, str], rows: list[Row]) -> Summary:
+    done = [row for row in rows if row.status == "done"]
+    statuses = [row.status for row in rows]
+    names = [f.name for f in fields(Summary)][4:]
+    means: dict[str, Any] = {name: Mean.of([getattr(row, name) for row in done]) for name in names}
+    return Summary(*key, runs={status: statuses.count(status) for status in dict.fromkeys(statuses)}, **means)
+
+
+def tables(protocol: Protocol, rows: Sequence[Row]) -> list[Table]:
+    """One for each data set and model: errors and losses, and the paper's own where the protocol is the paper's."""
+    summaries = summarise(rows)
+    found = []
+    for dataset, model in dict.fromkeys((s.dataset, s.model) for s in summaries):
+        published = protocol.published.get(dataset, {}).get(model, {})
+        of_these = [s for s in summaries if (s.dataset, s.model) == (dataset, model)]
+        error = data.error_of(dataset)
+        found.append(_table(f"{dataset}, {model}", error, of_these, protocol, published))
+    return found
+
+
+def _table(
+    title: str, error: str, summaries: list[Summary], protocol: Protocol, published: dict[str, Sequence[float]]
+) -> Table:
+    seeds = max(sum(s.runs.values()) for s in summaries)
+    over = f", mean ± standard error of {seeds} seeds" if seeds > 1 else ""
+    on = "validation" if protocol.validation else "test"
+    headers = [f"best\n{error}", "best\nloss", f"final\n{error}", "final\nloss", "\nms/step"]
+    table = make_table(
+        {"optimizer": "wrap", **dict.fromkeys(headers, "right")}, f"{title}: on the {on} set{over}", SIMPLE_HEAD
+    )
+    columns = ("best_test_error", "best_test_loss", "final_test_error", "final_test_loss")
+    best = {name: min((m.mean for s in summaries if (m := getattr(s, name))), default=None) for name in columns}
+    losses = [m.mean for s in summaries for m in (s.best_test_loss, s.final_test_loss) if m]
+    loss_digits = 3 if max(losses, default=1.0) >= 0.01 else 5
+    for s in summaries:
+        cells = []
+        papers = dict(zip(("best_test_error", "best_test_loss"), published.get(s.optimizer, ())))
+        for name in columns:
+            mean: Mean | None = getattr(s, name)
+            digits = data.digits_of(error) if "error" in name else loss_digits
+            cell = Text("" if mean is None else mean.text(digits), "bold" if mean and mean.mean == best[name] else "")
+            cells.append(cell.append(f"\npaper {papers[name]:.{digits}f}", "not bold dim") if name in papers else cell)
+        cells.append(Text(f"{s.milliseconds_per_step.mean:.1f}" if s.milliseconds_per_step else ""))
+        label = plain(protocol.optimizers[s.optimizer].label)
+        others = [f"{count} {status}" if seeds > 1 else status for status, count in s.runs.items() if status != "done"]
+        if others:
+            label += plain(f" ({', '.join(others)})", "yellow")
+        table.add_row(label, *cells)
+    return table
+
+
+def write(protocol: Protocol, rows: Sequence[Row], others: Sequence[Row], out: Path, command: str) -> None:
+    """``results.csv``, a row for each run, these and others of the folder; ``results.json``, with means of these."""
+    of_all = [asdict(row) for row in [*rows, *others]]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [f.name for f in fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in of_all)
+    write_atomically(out / "results.csv", text.getvalue().encode(errors="backslashreplace"))
+    content = {
+        "command": command,
+        "protocol": asdict(protocol),
+        "compared": [row.folder for row in rows],
+        "summary": [asdict(summary) for summary in summarise(rows)],
+        "runs": of_all,
+    }
+    write_atomically(out / "results.json", json.dumps(content, indent=1).encode())
+
+
+def _cell(value: Any) -> Any:
+    """Put an apostrophe before a text that a spreadsheet would take for a formula, and run."""
+    if not isinstance(value, str):
+        return value
+    text = value.replace("\r\n", "\n").replace("\r", "\n")  # which, unlike the other two, the csv module always quotes
+    return f"'{text}" if text.startswith(_FORMULA) else text
+
+
+def read(out: Path, specs: Sequence[Spec]) -> tuple[Protocol, list[Spec], str, list[Spec]]:
+    """What there is to compare among the runs of a folder, by which command it was made, and what had to be left out.
+
+    The protocol is that of the last command, if one has left its results; where runs were copied together, it is
+    worked out from them.
+    """
+    protocol, compared, command = _written(out) or (None, set(), shlex.join(["adabayes", "report", str(out)]))
+    kept = _comparable(specs, compared)
+    optimizers = dict(protocol.optimizers) if protocol else {}
+    for spec in kept:
+        name = spec.optimizer
+        optimizers.setdefault(name, _styled(OptimizerSpec(name, name, spec.optimizer_class, spec.settings)))
+    first = kept[0]
+    named = protocol or Protocol(
+        out.resolve().name, "", (), (), (), first.epochs, first.batch_size, first.test_batch_size, {},
+        presets=_usual().presets,
+    )  # fmt: skip
+    return replace(named, optimizers=optimizers), kept, command, [spec for spec in specs if spec not in kept]
+
+
+_RESULTS = schema.table(
+    {"protocol": PROTOCOL, "compared": schema.listed(schema.TEXT), "command": schema.TEXT}, others=schema.ANYTHING
+)
+
+
+def _written(out: Path) -> tuple[Protocol, set[str], str] | None:
+    content = read_json(out / "results.json", _RESULTS)
+    if content is None:
+        return None
+    protocol = Protocol.restored(content["protocol"])
+    if "presets" not in content["protocol"]:  # of a version in which the report had them, and the colours
+        styled = {name: _styled(optimizer) for name, optimizer in protocol.optimizers.items()}
+        protocol = replace(protocol, optimizers=styled, presets=_usual().presets)
+    return protocol, set(content["compared"]), content["command"]
+
+
+@cache
+def _usual() -> Protocol:
+    """A protocol to take colours and presets from where no other is known."""
+    return protocols.load("quick")
+
+
+def _styled(optimizer: OptimizerSpec) -> OptimizerSpec:
+    usual = _usual().optimizers.get(optimizer.name, optimizer)
+    return replace(optimizer, colour=usual.colour, dash=usual.dash)
+
+
+def _comparable(specs: Sequence[Spec], compared: set[str]) -> list[Spec]:
+    """Those that differ in seed alone from one another, for each panel and optimizer; and the same task for a panel.
+
+    Where there are several to choose from, that which was compared before, or has most runs. Schedules are the same
+    too, but for optimizers that have no run under that of the others, or were compared with one of their own.
+    """
+
+    def grouped(members: Sequence[Spec], key: Callable[[Spec], Any]) -> list[list[Spec]]:
+        groups: dict[str, list[Spec]] = {}
+        for spec in members:
+            groups.setdefault(repr(key(spec)), []).append(spec)
+        return list(groups.values())
+
+    def chosen(members: Sequence[Spec], key: Callable[[Spec], Any]) -> list[Spec]:
+        return max(grouped(members, key), key=lambda group: (sum(s.folder in compared for s in group), len(group)))
+
+    def task(spec: Spec) -> Spec:
+        return replace(spec, seed=0, optimizer="", optimizer_class="", settings={}, schedule={})
+
+    kept = []
+    for panel in grouped(specs, lambda spec: (spec.dataset, spec.model)):
+        same_task = chosen(panel, task)
+        schedule = chosen(same_task, lambda spec: spec.schedule)[0].schedule
+        for same_name in grouped(same_task, lambda spec: spec.optimizer):
+            usual = [spec for spec in same_name if spec.schedule == schedule]
+            settled = any(spec.folder in compared for spec in same_name)
+            kept += chosen(same_name if settled or not usual else usual, lambda spec: replace(spec, seed=0))
+    return kept

@@ -1,0 +1,166 @@
+"""Requests: what each command of the lab needs to know. :mod:`adabayes.cli` makes them from options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "Choice",
+    "DataFiles",
+    "DataList",
+    "Local",
+    "Ray",
+    "Report",
+    "Reproduce",
+    "Runs",
+    "Suite",
+    "Theory",
+    "Train",
+    "Training",
+    "Tune",
+]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A protocol by name or file, and what is taken in place of its entries. None leaves them as they are."""
+
+    protocol: str = "quick"
+    datasets: tuple[str, ...] | None = None
+    models: tuple[str, ...] | None = None
+    optimizers: tuple[str, ...] | None = None
+    seeds: int | None = None  # how many
+    epochs: int | None = None
+    validation: float | None = None  # share of the training data to test on in place of the test set
+
+
+@dataclass(frozen=True)
+class Training:
+    """How runs are trained. The first four are part of a run's specification; the others do not change results."""
+
+    device: str = "cpu"
+    autocast: bool = False
+    compile: bool = False
+    channels_last: bool = True
+    checkpoint_seconds: float = 60.0
+    tensorboard: bool = False
+    data: Path | None = None  # the folder of data sets; None is the user's
+
+
+@dataclass(frozen=True)
+class Local:
+    """Runs on this machine, so many at a time."""
+
+    jobs: int = 1
+
+    def __post_init__(self) -> None:
+        if self.jobs < 1:
+            raise ValueError(f"--jobs {self.jobs}: there must be at least one run at a time")
+
+
+@dataclass(frozen=True)
+class Ray:
+    """Runs on the Ray cluster at an address; None starts one here."""
+
+    address: str | None = None
+    cpus: float = 1.0  # of each run
+    gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.cpus > 0 and self.gpus >= 0):
+            raise ValueError(f"--cpus-per-run {self.cpus:g} must be above 0, --gpus-per-run {self.gpus:g} at least 0")
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """All runs of a protocol. ``command`` is what the user gave, to be given again."""
+
+    choice: Choice
+    command: str
+    training: Training = Training()
+    executor: Local | Ray = Local()
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class Train:
+    """One run: the choice has one optimizer, data set and model. ``settings`` go before the protocol's."""
+
+    choice: Choice
+    command: str
+    training: Training = Training()
+    seed: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    distributed: str | None = None  # ddp or fsdp2, as one of the processes of torchrun
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class Tune:
+    """A search with ``budget`` trials of each optimizer."""
+
+    choice: Choice
+    command: str
+    budget: int
+    training: Training = Training()
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise ValueError(f"--budget {self.budget}: there must be at least one trial of each optimizer")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The suite, or some of it. ``records`` is a folder of records to make the page of; then nothing is trained."""
+
+    command: str
+    workloads: tuple[str, ...] | None = None
+    optimizers: tuple[str, ...] | None = None
+    budget: int = 10
+    seeds: int | None = None  # how many; None: the protocols'
+    executor: Local | Ray = Local()
+    checkpoint_seconds: float = 60.0
+    data: Path | None = None
+    out: Path = Path("out/suite")
+    records: Path | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """A page of the runs in a folder, there or in ``out``."""
+
+    folder: Path
+    out: Path | None = None
+    figures: bool = False
+
+
+@dataclass(frozen=True)
+class Theory:
+    """The checks of the theory, written to a folder."""
+
+    out: Path
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A list of the runs in a folder."""
+
+    folder: Path
+
+
+@dataclass(frozen=True)
+class DataList:
+    """A list of all data sets; ``data`` is their folder, None the user's."""
+
+    data: Path | None = None
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """Data sets that come in files, and the folder they are in."""
+
+    names: tuple[str, ...]
+    data: Path | None = None

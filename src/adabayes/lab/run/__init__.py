@@ -1,0 +1,1 @@
+"""One run: its folder, its training, and the processes that share it."""

@@ -1,0 +1,71 @@
+"""Runs for TensorBoard, as they go: ``tensorboard --logdir OUT/runs``.
+
+Events lie in the run's folder and hold nothing that its logs do not. So they are made from these when a run begins,
+goes on or is done already, and curves have neither gaps nor doubles, whatever happened in between.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from adabayes.lab.run.files import room_for
+from adabayes.lab.run.folder import RunFolder
+
+try:
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError as error:
+    raise ImportError(
+        "--tensorboard needs one more package: pip install '.[tensorboard]' in the folder of AdaBayes"
+    ) from error
+
+__all__ = ["Events", "catch_up"]
+
+_FILES = "events.out.tfevents.*"
+_SCALARS = {
+    "error/test": "test_error",
+    "error/train": "train_error",
+    "loss/test": "test_loss",
+    "loss/train": "train_loss",
+    "learning rate": "lr",
+    "regime/SGD-like": "sgd_like",
+    "regime/Adam-like": "adam_like",
+}
+
+
+class Events:
+    """Writes a run's events, beginning with the ``epochs`` that it has behind it (None: all)."""
+
+    def __init__(self, folder: RunFolder, epochs: int | None = None) -> None:
+        self._path = folder.path
+        for old in folder.path.glob(_FILES):
+            old.unlink()
+        with room_for(self._path):
+            self._writer = SummaryWriter(str(folder.path))
+        rates = {row["epoch"]: row for row in folder.metrics("rates.jsonl")}
+        for row in folder.metrics()[:epochs]:
+            self.write(row, rates.get(row["epoch"]))
+
+    def write(self, row: dict[str, Any], rates: dict[str, Any] | None) -> None:
+        """An epoch: its row of metrics, and the gains of sampled weights, if it has any."""
+        epoch = row["epoch"] + 1
+        gains = [math.log10(gain) for layer in (rates or {}).get("gain", ()) for gain in layer if gain > 0]
+        with room_for(self._path):
+            for tag, key in _SCALARS.items():
+                if row.get(key) is not None:
+                    self._writer.add_scalar(tag, row[key], epoch)
+            if gains:
+                self._writer.add_histogram("log10 of gain", np.array(gains), epoch)
+            self._writer.flush()
+
+    def close(self) -> None:
+        with room_for(self._path):
+            self._writer.close()
+
+
+def catch_up(folder: RunFolder) -> None:
+    """Write the events of a run that is done, unless it has them."""
+    if not list(folder.path.glob(_FILES)):
+        Events(folder).close()
