@@ -292,6 +292,7 @@ def test_the_memory_plan_is_what_is_measured(low: bool) -> None:
         memory_plan(1e9, 0)
 
 
+@pytest.mark.parametrize("block_size", [2, 4, 100])
 @pytest.mark.parametrize("max_size", [4, 8, 2048])
 @pytest.mark.parametrize(
     ("dtype", "state_dtype"),
@@ -304,15 +305,16 @@ def test_the_memory_plan_is_what_is_measured(low: bool) -> None:
     ],
 )
 def test_the_plan_for_matrices_is_what_is_measured(
-    max_size: int, dtype: torch.dtype, state_dtype: torch.dtype | None
+    block_size: int, max_size: int, dtype: torch.dtype, state_dtype: torch.dtype | None
 ) -> None:
     shapes = [(5,), (), (6, 4), (12, 3), (3, 1), (4, 3, 2, 2), (9, 9), (0, 3)]
     params = [torch.zeros(shape, dtype=dtype) for shape in shapes]
     for p in params:
         p.grad = torch.randn(p.shape).to(dtype)
-    optimizer = AdaBayesK(params, max_size=max_size, state_dtype=state_dtype)
+    optimizer = AdaBayesK(params, block_size=block_size, max_size=max_size, state_dtype=state_dtype)
     optimizer.step()
-    plan = matrix_memory_plan((p.shape for p in params), max_size, param_dtype=dtype, state_dtype=state_dtype)
+    dtypes = {"param_dtype": dtype, "state_dtype": state_dtype}
+    plan = matrix_memory_plan((p.shape for p in params), block_size, max_size, **dtypes)
     scalars = 2 * (state_dtype or optimizer.state[params[1]]["exp_avg"].dtype).itemsize  # counted as steps are: not
     assert plan.state == state_bytes(optimizer) + scalars
     assert plan.parameters == plan.gradients == sum(p.nbytes for p in params)
@@ -324,6 +326,7 @@ def test_the_plan_for_matrices_in_numbers() -> None:
     assert matrix_memory_plan([(30, 20)], max_size=20).state == 4 * (2 * 600 + 2 * 20**2)
     assert matrix_memory_plan([(30, 20)], state_dtype=torch.bfloat16).state == 2 * 2 * 600 + 4 * 2 * (30**2 + 20**2)
     assert matrix_memory_plan([(30, 20), (10,)], max_size=19) == memory_plan(610)
+    assert matrix_memory_plan([(256, 384)]).state == 4 * 6 * 256 * 384  # whole blocks: 4 numbers beside AdamW's 2
 
 
 # AdaBayes-K, whose learning rates are those of eigendirections

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -117,7 +118,7 @@ def test_it_is_soap_when_sgd_has_no_say(shape: tuple[int, int], form: dict[str, 
     theirs.grad = grads[0].clone()
     soap.step()
     state = soap.state[theirs]
-    state["Q"] = [k.state[ours][f"basis_{side}"].clone() for side in (0, 1)]
+    state["Q"] = [k.state[ours][f"basis_{side}"][0].clone() for side in (0, 1)]
     state["exp_avg"].copy_(0.1 * grads[0])
     state["exp_avg_sq"].copy_(0.01 * soap.project(grads[0], state) ** 2)
     soap.param_groups[0]["step"] += 1
@@ -221,7 +222,7 @@ def test_a_resumed_run_goes_on_to_the_same_bits(
     """Saved at any step, between refreshes too, with torch and with safetensors."""
     from safetensors.torch import load_file, save_file
 
-    options = {"lr": 0.01, "refresh": 4, "max_size": 20, "state_dtype": state_dtype, **form}
+    options = {"lr": 0.01, "refresh": 4, "block_size": 7, "max_size": 20, "state_dtype": state_dtype, **form}
     model = network()
     optimizer = AdaBayesK(model.parameters(), **options)
     for t in range(12):
@@ -258,29 +259,29 @@ def test_a_resumed_run_goes_on_to_the_same_bits(
             assert torch.equal(a, b)
 
 
-def test_matrices_of_one_shape_lie_side_by_side_and_are_worked_on_together() -> None:
-    params = [torch.ones(4, 3) for _ in range(3)]
-    optimizer = AdaBayesK(params)
+def test_blocks_of_one_shape_lie_side_by_side_and_are_worked_on_together() -> None:
+    params = [torch.ones(4, 3), torch.ones(12, 3), torch.ones(4, 3)]  # one, three and one blocks
+    optimizer = AdaBayesK(params, block_size=4)
     for p in params:
-        p.grad = torch.randn(4, 3)
+        p.grad = torch.randn(p.shape)
     optimizer.step()
     held = [optimizer.state[p]["basis_0"] for p in params]
     addresses = [basis.data_ptr() for basis in held]
-    assert addresses == [addresses[0] + i * 64 for i in range(3)]
+    assert addresses == [addresses[0] + i * held[0].nbytes for i in (0, 1, 4)]
     optimizer.step()
     assert [basis.data_ptr() for basis in held] == addresses
     assert len(optimizer._parts(optimizer.param_groups[0])) == 1
 
 
 def test_forms_agree() -> None:
-    """Several matrices of a shape, convolutions of two and of three modes, vectors, a number."""
-    shapes = [(4, 3), (4, 3), (4, 3), (5, 2, 3, 3), (5, 4, 3, 3), (30, 3), (6,), (6,), ()]
+    """Several matrices of a shape, matrices and convolutions that are cut, a vocabulary, vectors, a number."""
+    shapes = [(4, 3), (4, 3), (4, 3), (8, 3), (5, 2, 3, 3), (5, 4, 3, 3), (50, 3), (6,), (6,), ()]
     torch.manual_seed(0)
     grads = [[torch.randn(shape, dtype=F64) for shape in shapes] for _ in range(20)]
     results = []
     for form in FORMS.values():
         params = [torch.ones(shape, dtype=F64) for shape in shapes]
-        optimizer = AdaBayesK(params, lr=0.01, refresh=3, max_size=20, weight_decay=0.1, **form)
+        optimizer = AdaBayesK(params, lr=0.01, refresh=3, block_size=4, max_size=40, weight_decay=0.1, **form)
         for row in grads:
             for p, g in zip(params, row):
                 p.grad = g.clone()
@@ -301,58 +302,105 @@ def test_bases_stay_orthonormal_over_ten_thousand_steps_with_badly_conditioned_f
         w.grad = mixing @ (scales[:, None] * torch.randn(24, 24)) * scales
         optimizer.step()
     for side in (0, 1):
-        basis = optimizer.state[w][f"basis_{side}"].double()
+        basis = optimizer.state[w][f"basis_{side}"][0].double()
         assert (basis.T @ basis - torch.eye(24)).abs().max() < 1e-5
 
 
 def test_refreshes_are_spread_over_steps_by_cost() -> None:
-    params = [torch.zeros(n, n) for n in (64, 64, 64, 64, 32, 32, 8, 8)] + [torch.zeros(5)]
-    optimizer = AdaBayesK(params, refresh=4)
+    params = [torch.zeros(n, n) for n in (64, 64, 64, 64, 32, 32, 8, 8)] + [torch.zeros(5), torch.zeros(640, 64)]
+    optimizer = AdaBayesK(params, refresh=4, block_size=64)
     optimizer._spread_refreshes()
     slots = optimizer._slots[1]
-    assert sorted(slots[:4]) == [0, 1, 2, 3]
-    loads = [sum(len(p) ** 3 for p, slot in zip(params[:8], slots) if slot == at) for at in range(4)]
-    assert max(loads) <= 2 * sum(loads) / 4
-    resumed = AdaBayesK(params, refresh=4)
+    assert sorted(slots[i][0] for i in range(4)) == [0, 1, 2, 3]
+    assert list(map(len, slots)) == [1] * 8 + [0, 10]
+    loads = [sum(min(len(p), 64) ** 3 * of.count(at) for p, of in zip(params, slots)) for at in range(4)]
+    assert max(loads) <= 1.5 * sum(loads) / 4
+    resumed = AdaBayesK(params, refresh=4, block_size=64)
     resumed.load_state_dict(optimizer.state_dict())
     resumed._spread_refreshes()
     assert resumed._slots[1] == slots
 
 
+def test_blocks_are_refreshed_once_in_every_refresh_steps() -> None:
+    params = [torch.ones(12, 8), torch.ones(4, 4), torch.ones(10, 3)]
+    optimizer = AdaBayesK(params, refresh=3, block_size=4)
+    changes = [torch.zeros(len(cut), dtype=torch.long) for cut in (range(6), range(1), range(3))]
+    for t in range(1, 14):
+        before = [optimizer.state[p]["basis_1"].clone() for p in params] if t > 1 else None
+        for p in params:
+            p.grad = torch.randn(p.shape)
+        optimizer.step()
+        if before and t > 1:
+            for p, old, count in zip(params, before, changes):
+                count += (optimizer.state[p]["basis_1"] != old).any((1, 2))
+    assert [count.unique().tolist() for count in changes] == [[4], [4], [4]]
+
+
+def test_a_block_is_a_matrix_of_its_own(form: dict[str, Any]) -> None:
+    """A matrix that is cut takes the steps of its blocks, each given by itself."""
+    grads, start = gradients(6, 8, steps=12), torch.ones(6, 8, dtype=F64)
+    options: dict[str, Any] = {"lr": 0.02, "refresh": 1, "weight_decay": 0.1, **form}
+    whole = run(lambda p: AdaBayesK(p, **options, block_size=4), start, grads)
+    for rows in (slice(0, 3), slice(3, 6)):
+        for columns in (slice(0, 4), slice(4, 8)):
+            parts = [g[rows, columns] for g in grads]
+            alone = run(lambda p: AdaBayesK(p, **options), start[rows, columns], parts)
+            for a, b in zip(whole, alone):
+                torch.testing.assert_close(a[rows, columns], b, rtol=1e-9, atol=1e-9)
+
+
+def test_blocks_that_are_filled_up_move_as_if_they_were_not(form: dict[str, Any]) -> None:
+    """5 rows are two blocks of 3, one row of which is not there: it has no gradient and moves nothing."""
+    grads, start = gradients(5, 4, steps=12), torch.ones(5, 4, dtype=F64)
+    options: dict[str, Any] = {"lr": 0.02, "refresh": 1, **form}
+    whole = run(lambda p: AdaBayesK(p, **options, block_size=4), start, grads)
+    alone = run(lambda p: AdaBayesK(p, **options), start[3:], [g[3:] for g in grads])
+    for a, b in zip(whole, alone):
+        torch.testing.assert_close(a[3:], b, rtol=1e-7, atol=1e-7)
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=2, max_size=4).map(tuple),
+    block_size=st.integers(1, 5),
+    max_size=st.integers(1, 30),
+)
+def test_blocks_are_put_together_to_what_was_cut(shape: tuple[int, ...], block_size: int, max_size: int) -> None:
+    blocks = eigenbasis.cut(shape, block_size, max_size)
+    matrix = shape[0], math.prod(shape[1:])
+    if blocks is None:
+        assert all(size == 1 or size > max_size or block_size == 1 for size in matrix)
+        return
+    for side, (size, count) in enumerate(zip(matrix, blocks[:2])):
+        assert 0 <= count * blocks.size(side) - size < count
+        assert blocks.size(side) <= block_size or (size > max_size and count == 1 and side not in blocks.sides)
+    x = torch.arange(math.prod(shape)).reshape(shape)
+    cuts = eigenbasis.to_blocks(x, blocks)
+    assert cuts.shape == blocks.shape
+    assert torch.equal(cuts[0], x.reshape(matrix)[: blocks.m, : blocks.n])
+    assert torch.equal(eigenbasis.from_blocks(cuts, blocks, shape), x)
+
+
 def test_convolutions_and_vocabularies_have_bases_where_they_fit() -> None:
-    shapes = {(8, 4, 3, 3): {0: 8, 1: 36}, (8, 40, 3, 3): {0: 8, 1: 9, 2: 40}, (100, 6): {1: 6}, (7,): {}, (): {}}
+    shapes = {(8, 4, 3, 3): {0: (1, 8), 1: (1, 36)}, (8, 40, 3, 3): {0: (1, 8)}, (100, 6): {1: (1, 6)}, (7,): {}, (): {}}
+    shapes[80, 90] = {0: (6, 40), 1: (6, 30)}
     params = [torch.zeros(shape) for shape in shapes]
-    optimizer = AdaBayesK(params, max_size=40)
+    optimizer = AdaBayesK(params, block_size=40, max_size=90)
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
     for p, sizes in zip(params, shapes.values()):
         state = optimizer.state[p]
-        assert {name: len(x) for name, x in state.items() if name.startswith("basis")} == {
+        assert {name: tuple(x.shape[:2]) for name, x in state.items() if name.startswith("basis")} == {
             f"basis_{side}": size for side, size in sizes.items()
         }
         assert state["exp_avg"].numel() == p.numel()
-
-
-def test_three_modes_equal_the_same_tensor_rotated_by_hand() -> None:
-    x = torch.randn(2, 5, 7, 3, 3, dtype=F64)  # two convolutions
-    parts = torch.stack([eigenbasis.to_modes(c, max_size=10) for c in x])
-    assert parts.shape == (2, 5, 9, 7)
-    bases = [torch.stack([orthogonal(n, 10 * i + n) for i in range(2)]) for n in (5, 9, 7)]
-    turned = eigenbasis.rotate(parts, bases)
-    by_hand = torch.einsum("zakb,zai,zkj,zbl->zijl", parts, *bases)
-    torch.testing.assert_close(turned, by_hand)
-    torch.testing.assert_close(eigenbasis.rotate(turned, bases, back=True), parts)
-    for side, letters in enumerate(("zakb,zikb->zai", "zakb,zaib->zki", "zakb,zaki->zbi")):
-        torch.testing.assert_close(eigenbasis.factor(parts, side, 3), torch.einsum(letters, parts, parts))
-    assert torch.equal(eigenbasis.from_modes(parts[0], (5, 7, 3, 3)), x[0])
 
 
 def test_squares_are_carried_over_as_variances_of_uncorrelated_components() -> None:
     """By sampling: components with these variances, in another basis."""
     torch.manual_seed(0)
     variances = torch.rand(3, 4, dtype=F64)
-    turns = [orthogonal(3, 1), orthogonal(4, 2)]
+    turns = orthogonal(3, 1), orthogonal(4, 2)
     samples = torch.randn(200_000, 3, 4, dtype=F64) * variances.sqrt()
     measured = (turns[0].T @ samples @ turns[1]).square().mean(0)
     torch.testing.assert_close(eigenbasis.carried(variances, turns), measured, rtol=0.02, atol=0.0)
@@ -419,6 +467,8 @@ def test_what_it_cannot_do_is_said() -> None:
         AdaBayesK([w], refresh=0)
     with pytest.raises(ValueError, match=r"Invalid refresh: 2.5. It must be a whole number"):
         AdaBayesK([w], refresh=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Invalid block_size: 0"):
+        AdaBayesK([w], block_size=0)
     with pytest.raises(ValueError, match="Invalid max_size: 0"):
         AdaBayesK([w], max_size=0)
     w.grad = torch.zeros(3, 3).to_sparse()

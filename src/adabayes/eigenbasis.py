@@ -8,8 +8,10 @@ The gradients of a weight matrix :math:`W` (m x n) have a covariance of mn x mn 
 whose eigenvectors are :math:`Q_A \otimes Q_C`. In that basis the matrix filter falls apart into scalar ones: see
 :class:`adabayes.AdaBayesK`.
 
-Each function is one equation, pure, over torch and JAX arrays alike. Arrays may have leading axes: many matrices of one
-shape are rotated by one call.
+A large matrix is cut into blocks, each with factors and bases of its own, so that the cost of a weight is bounded.
+
+Each function is one equation, pure, over torch and JAX arrays alike. Arrays may have leading axes: all blocks are
+rotated by one call.
 """
 
 from __future__ import annotations
@@ -17,89 +19,102 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["basis_of", "carried", "factor", "from_modes", "modes", "refreshed", "rotate", "rows", "sides", "to_modes"]
+__all__ = ["Blocks", "basis_of", "carried", "cut", "factor", "from_blocks", "refreshed", "rotate", "to_blocks"]
 
 Array = Any  # torch.Tensor | jax.Array
-Bases = Sequence[Array | None]  # of each mode: orthonormal, an eigenvector in each column; None where it is not rotated
+Bases = tuple[Array | None, Array | None]  # of both sides: an eigenvector in each column; None where it is not rotated
 
 
-# The shape in which a parameter is rotated
+# The blocks that a parameter is cut into
+
+
+class Blocks(NamedTuple):
+    """``rows`` x ``columns`` blocks, each of m x n; the last ones are filled up with zeros."""
+
+    rows: int
+    columns: int
+    m: int
+    n: int
+    sides: tuple[int, ...]  # that are rotated: 0 is the left one, 1 the right one
+
+    @property
+    def count(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """That of all blocks, one after the other."""
+        return self.count, self.m, self.n
+
+    def size(self, side: int) -> int:
+        """Return how long a side of a block is."""
+        return (self.m, self.n)[side]
 
 
 @lru_cache(maxsize=4096)
-def modes(shape: tuple[int, ...], max_size: int) -> tuple[int, ...]:
-    """Return the shape in which a parameter is rotated; that of vectors and numbers is their own.
+def cut(shape: tuple[int, ...], block_size: int, max_size: int) -> Blocks | None:
+    """Return the blocks of a parameter of this shape; None if nothing of it is rotated, as of vectors and numbers.
 
-    A convolution is a matrix, out x (in * height * width), as long as that has at most ``max_size`` columns, and else
-    has three modes: out x (height * width) x in.
+    A convolution is a matrix, out x (in * height * width). Sides above ``block_size`` are cut into equal parts. A side
+    above ``max_size``, a vocabulary, is neither cut nor rotated.
 
-    >>> modes((64, 32, 3, 3), max_size=2048), modes((64, 512, 3, 3), max_size=2048), modes((10,), max_size=2048)
-    ((64, 288), (64, 9, 512), (10,))
-    """
-    if len(shape) <= 2:
-        return shape
-    rest = math.prod(shape[1:])
-    return (shape[0], rest) if rest <= max_size else (shape[0], math.prod(shape[2:]), shape[1])
-
-
-@lru_cache(maxsize=4096)
-def sides(shape: tuple[int, ...], max_size: int) -> tuple[int, ...]:
-    """Return which modes are rotated: those of at most ``max_size``. A larger one, a vocabulary, keeps its own basis.
-
-    >>> sides((50257, 768), max_size=2048), sides((768, 1), max_size=2048), sides((768,), max_size=2048)
-    ((1,), (0,), ())
+    >>> cut((512, 128), block_size=128, max_size=2048)
+    Blocks(rows=4, columns=1, m=128, n=128, sides=(0, 1))
+    >>> cut((50257, 768), block_size=128, max_size=2048)
+    Blocks(rows=1, columns=6, m=50257, n=128, sides=(1,))
+    >>> cut((64, 32, 3, 3), block_size=128, max_size=2048)
+    Blocks(rows=1, columns=3, m=64, n=96, sides=(0, 1))
     """
     if len(shape) < 2 or 0 in shape:
-        return ()
-    return tuple(side for side, size in enumerate(modes(shape, max_size)) if 1 < size <= max_size)
+        return None
+    matrix = shape[0], math.prod(shape[1:])
+    counts = [1 if size > max_size else -(-size // block_size) for size in matrix]
+    m, n = (-(-size // count) for size, count in zip(matrix, counts))
+    sides = tuple(side for side, size in enumerate((m, n)) if 1 < size <= max_size)
+    return Blocks(*counts, m, n, sides) if sides else None
 
 
-def to_modes(x: Array, max_size: int) -> Array:
-    """Put a parameter's gradient into the shape in which it is rotated."""
-    shape = modes(tuple(x.shape), max_size)
-    return x.reshape(shape) if len(shape) < 3 else x.reshape(shape[0], shape[2], shape[1]).mT
+def to_blocks(x: Array, blocks: Blocks) -> Array:
+    """Cut a parameter, or its gradient, into blocks: an array of count x m x n."""
+    rows, columns, m, n, _ = blocks
+    x = _padded(x.reshape(x.shape[0], -1), rows * m, columns * n)
+    return x.reshape(rows, m, columns, n).swapaxes(1, 2).reshape(blocks.shape)
 
 
-def from_modes(x: Array, shape: Sequence[int]) -> Array:
-    """Put it back into the shape of the parameter."""
-    return (x if x.ndim < 3 else x.mT).reshape(tuple(shape))
+def from_blocks(x: Array, blocks: Blocks, shape: Sequence[int]) -> Array:
+    """Put blocks together again, to an array of this shape."""
+    rows, columns, m, n, _ = blocks
+    x = x.reshape(rows, columns, m, n).swapaxes(1, 2).reshape(rows * m, columns * n)
+    return x[: shape[0], : math.prod(shape[1:])].reshape(tuple(shape))
+
+
+def _padded(x: Array, rows: int, columns: int) -> Array:
+    below, right = rows - x.shape[0], columns - x.shape[1]
+    if not below and not right:
+        return x
+    library = _namespace(x)
+    if hasattr(library, "pad"):
+        return library.pad(x, ((0, below), (0, right)))
+    return library.nn.functional.pad(x, (0, right, 0, below))
 
 
 # The eigenbasis
 
 
-def rows(gradient: Array, side: int, rank: int) -> Array:
-    """Return a gradient as a matrix whose rows are those of one of its last ``rank`` axes."""
-    lead, size = gradient.shape[:-rank], gradient.shape[side - rank]
-    rest = math.prod(gradient.shape[-rank:]) // size
-    if side == rank - 1:
-        return gradient.reshape(*lead, rest, size).mT
-    return (gradient if side == 0 else gradient.swapaxes(-3, -2)).reshape(*lead, size, rest)
-
-
-def factor(gradient: Array, side: int, rank: int) -> Array:
-    r"""The covariance of one of the last ``rank`` axes: :math:`G G^T` of the left, :math:`G^T G` of the right."""
-    x = rows(gradient, side, rank)
-    return x @ x.mT
+def factor(gradient: Array, side: int) -> Array:
+    r"""The covariance of a side: :math:`G G^T` of the left one, :math:`G^T G` of the right one."""
+    return gradient.mT @ gradient if side else gradient @ gradient.mT
 
 
 def rotate(x: Array, bases: Bases, back: bool = False) -> Array:
     r"""Turn a matrix into the eigenbasis, :math:`X' = Q_A^T X Q_C`, or back, :math:`X = Q_A X' Q_C^T`."""
-    rank, shape = len(bases), x.shape
-    lead = shape[:-rank]
-    for side, basis in enumerate(bases):
-        if basis is None:
-            continue
-        q = basis.mT if back else basis
-        if side == rank - 1:
-            x = x.reshape(*lead, math.prod(shape[-rank:-1]), shape[-1]) @ q
-        elif side == 0:
-            x = q.mT @ x.reshape(*lead, shape[-rank], math.prod(shape[1 - rank :]))
-        else:  # the middle one of three
-            x = q.mT[..., None, :, :] @ x
-        x = x.reshape(shape)
+    left, right = bases
+    if left is not None:
+        x = (left if back else left.mT) @ x
+    if right is not None:
+        x = x @ (right.mT if back else right)
     return x
 
 
@@ -119,8 +134,16 @@ def refreshed(factor: Array, basis: Array) -> tuple[Array, Array]:
     eigenvectors, not only to the spaces that they span.
     """
     product = factor @ basis
-    order = (-(basis * product).sum(0)).argsort()
-    return _namespace(factor).linalg.qr(product[:, order])[0], order
+    order = (-(basis * product).sum(-2)).argsort(-1)
+    return _namespace(factor).linalg.qr(sorted_by(product, order, 1))[0], order
+
+
+def sorted_by(x: Array, order: Array, side: int) -> Array:
+    """Put the rows (``side`` 0) or the columns (1) of each matrix into an order of their own."""
+    index = order[..., None, :] if side else order[..., :, None]
+    library = _namespace(x)
+    take = library.take_along_dim if hasattr(library, "take_along_dim") else library.take_along_axis
+    return take(x, index, side - 2)
 
 
 def carried(squares: Array, turns: Bases) -> Array:
@@ -128,7 +151,8 @@ def carried(squares: Array, turns: Bases) -> Array:
 
     .. math:: V'_{ij} = \sum_{kl} R_{ki}^2 V_{kl} R_{lj}^2
     """
-    return rotate(squares, [None if turn is None else turn * turn for turn in turns])
+    left, right = (None if turn is None else turn * turn for turn in turns)
+    return rotate(squares, (left, right))
 
 
 def _namespace(x: Array) -> Any:

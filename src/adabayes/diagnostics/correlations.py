@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from adabayes._table import aligned, shortened
 from adabayes.diagnostics._names import named
-from adabayes.eigenbasis import factor, modes, sides, to_modes
+from adabayes.eigenbasis import cut, factor, to_blocks
 from adabayes.optim._checks import check_range
 from adabayes.optim._tensors import real_view
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Correlation", "Correlations"]
 
-_SIDES = ("left", "middle", "right")  # the one between is the window of a large convolution
+_SIDES = ("left", "right")
 _ENOUGH = 20  # gradients, before a verdict
 
 
@@ -64,11 +64,15 @@ class Correlations:
     *different* steps, :math:`\sum_{s \ne t} \sum_{ij} (G_s G_s^T)_{ij} (G_t G_t^T)_{ij}`, which have no such bias if
     steps have minibatches of their own. What is left of the noise below 0 is shown as 0.
 
-    A step takes the products :math:`G G^T` and :math:`G^T G` of each matrix, and memory m² + n² numbers. Call
+    A matrix that AdaBayes-K would cut into blocks is cut here too, and sums go over its blocks: what lies between two
+    blocks is not looked at.
+
+    A step takes the products :math:`G G^T` and :math:`G^T G` of each block, and memory m² + n² numbers. Call
     :meth:`see` every few steps if that is too much. Gradients that are not finite are left out.
 
     Args:
         source: a model, or an optimizer, any of torch's.
+        block_size: as that of AdaBayes-K.
         max_size: as that of AdaBayes-K; a larger side, which it would not rotate, is not looked at.
         beta2: decay of the averages, as that of AdaBayes-K.
 
@@ -90,13 +94,20 @@ class Correlations:
         much to use here: try it.
     """
 
-    def __init__(self, source: nn.Module | torch.optim.Optimizer, max_size: int = 2048, beta2: float = 0.99) -> None:
+    def __init__(
+        self,
+        source: nn.Module | torch.optim.Optimizer,
+        block_size: int = 128,
+        max_size: int = 16384,
+        beta2: float = 0.99,
+    ) -> None:
         if not isinstance(source, nn.Module) and not hasattr(source, "param_groups"):
             raise TypeError(f"Correlations takes a model or an optimizer, not a {type(source).__name__}")
+        check_range("block_size", block_size, least=1.0)
         check_range("max_size", max_size, least=1.0)
         check_range("beta2", beta2, below=1.0)
         self._source = source
-        self._max_size = max_size
+        self._block_size, self._max_size = block_size, max_size
         self._beta2 = beta2
         self._matrices: dict[str, _Matrix] = {}
 
@@ -117,7 +128,7 @@ class Correlations:
             if grad.dim() < 2 or grad.numel() == 0:
                 continue
             if name not in self._matrices:
-                self._matrices[name] = _Matrix(grad, self._max_size)
+                self._matrices[name] = _Matrix(grad, self._block_size, self._max_size)
             self._matrices[name].see(grad, 1 - self._beta2)
 
     def _params(self) -> Iterator[tuple[str, Tensor]]:
@@ -152,10 +163,9 @@ class Correlations:
     def table(self) -> str:
         """Return a table of all layers, and the verdict."""
         layers = self.layers()
-        used = [side for side in _SIDES if side != "middle" or any(side in layer.shares for layer in layers)]
-        rows = [("layer", "shape", *used, "total")]
+        rows = [("layer", "shape", *_SIDES, "total")]
         for layer in layers:
-            shown = [_percent(layer.shares[side]) if side in layer.shares else "" for side in used]
+            shown = [_percent(layer.shares[side]) for side in _SIDES]
             shape = " x ".join(map(str, layer.shape))
             rows.append((shortened(layer.name, 28), shape, *shown, _percent(layer.total)))
         header, *lines = aligned(rows)
@@ -178,7 +188,7 @@ class Correlations:
             _, ax = plt.subplots(figsize=(6.5, 1.3 + 0.2 * len(layers)), layout="constrained")
         places = range(len(layers))
         ax.barh(places, [layer.total or 0.0 for layer in layers], height=0.6, color="0.88", label="total")
-        for side, colour in zip(_SIDES, ("tab:orange", "tab:green", "tab:blue")):
+        for side, colour in zip(_SIDES, ("tab:orange", "tab:blue")):
             shares = [(layer.shares.get(side), place) for place, layer in enumerate(layers)]
             if dots := [(share, place) for share, place in shares if share is not None]:
                 ax.plot(*zip(*dots), "o", color=colour, markersize=4, label=side, clip_on=False)
@@ -196,18 +206,16 @@ class Correlations:
 class _Matrix:
     """The factors of one matrix."""
 
-    def __init__(self, grad: Tensor, max_size: int) -> None:
-        shape = tuple(grad.shape)
-        self._max_size = max_size
-        self._shape = shape
-        self._modes = modes(shape, max_size)
+    def __init__(self, grad: Tensor, block_size: int, max_size: int) -> None:
+        self._shape = tuple(grad.shape)
+        self._blocks = cut(self._shape, block_size, max_size)
         self._wide = torch.promote_types(grad.dtype, torch.float32)
-        self._factors = {side: _Factor() for side in sides(shape, max_size)}
+        self._factors = {side: _Factor() for side in (self._blocks.sides if self._blocks else ())}
         self.steps = 0
 
     def see(self, grad: Tensor, weight: float) -> None:
-        x = to_modes(grad.to(self._wide), self._max_size)
-        seen = {side: factor(x, side, x.dim()) for side in self._factors}
+        x = to_blocks(grad.to(self._wide), self._blocks) if self._blocks else grad
+        seen = {side: factor(x, side) for side in self._factors}
         sizes = {side: _squares(covariance) for side, covariance in seen.items()}
         if all(math.isfinite(whole) for _, whole in sizes.values()):
             for side, covariance in seen.items():
@@ -215,14 +223,13 @@ class _Matrix:
             self.steps += 1
 
     def found(self, name: str) -> Correlation:
-        labels = _SIDES if len(self._modes) == 3 else ("left", "right")
-        shares = {label: self._share(side) for side, label in enumerate(labels)}
+        shares = {label: self._share(side) for side, label in enumerate(_SIDES)}
         known = [share for share in shares.values() if share is not None]
         total = 1 - math.prod(1 - share for share in known) if known else None
         return Correlation(name, self._shape, shares, total, self.steps)
 
     def _share(self, side: int) -> float | None:
-        if self._modes[side] == 1:
+        if (self._shape[0], math.prod(self._shape[1:]))[side] == 1:
             return 0.0  # there is nothing off the diagonal
         return self._factors[side].share() if side in self._factors else None
 
@@ -255,6 +262,6 @@ def _percent(share: float | None) -> str:
 def _squares(covariance: Tensor) -> tuple[float, float]:
     """Return the sums of squares of the diagonal and of the whole."""
     diagonal, whole = (
-        torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2 for x in (covariance.diagonal(), covariance)
+        torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2 for x in (covariance.diagonal(dim1=-2, dim2=-1), covariance)
     )
     return diagonal, whole

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from adabayes.eigenbasis import modes, sides
+from adabayes.eigenbasis import cut
 
 __all__ = ["MemoryPlan", "matrix_memory_plan", "memory_plan"]
 
@@ -65,7 +65,8 @@ def memory_plan(
 
 def matrix_memory_plan(
     shapes: Iterable[Sequence[int]],
-    max_size: int = 2048,
+    block_size: int = 128,
+    max_size: int = 16384,
     *,
     param_dtype: torch.dtype = torch.float32,
     grad_dtype: torch.dtype | None = None,
@@ -73,12 +74,13 @@ def matrix_memory_plan(
 ) -> MemoryPlan:
     """Plan the memory that AdaBayes-K needs for a network, on each device that has all of it.
 
-    Beside the two averages, each side of n <= ``max_size`` has a factor and a basis: 2 n² numbers, in fp32 or more.
+    Beside the two averages, each side of a block has a factor and a basis: 2 n² numbers, in fp32 or more.
     They are counted among the bytes that a step moves; what it computes in between is not, nor is the refresh of bases.
     A step may be limited by matrix products instead: ``seconds`` is the least that it takes.
 
     Args:
         shapes: of the parameters, as ``[p.shape for p in model.parameters()]``.
+        block_size: as given to the optimizer.
         max_size: as given to the optimizer.
         param_dtype: dtype of the weights.
         grad_dtype: dtype of the gradients that the optimizer gets. None: that of the weights.
@@ -86,15 +88,19 @@ def matrix_memory_plan(
 
     Examples:
         >>> layer = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]  # of GPT-2
-        >>> for max_size in (1024, 4096):
-        ...     print(f"{matrix_memory_plan(layer, max_size).state / 1e6:.0f} MB")
-        80 MB
-        274 MB
+        >>> for block_size in (128, 768):
+        ...     print(f"{matrix_memory_plan(layer, block_size).state / 1e6:.0f} MB")
+        170 MB
+        170 MB
     """
     shapes = [tuple(shape) for shape in shapes]
     weights = sum(map(math.prod, shapes))
-    squares = sum(modes(shape, max_size)[side] ** 2 for shape in shapes for side in sides(shape, max_size))
-    plan = memory_plan(weights, param_dtype=param_dtype, grad_dtype=grad_dtype, state_dtype=state_dtype)
+    cuts = [(math.prod(shape), blocks) for shape in shapes if (blocks := cut(shape, block_size, max_size))]
+    squares = sum(blocks.count * blocks.size(side) ** 2 for _, blocks in cuts for side in blocks.sides)
+    filling = sum(math.prod(blocks.shape) - size for size, blocks in cuts)  # of the averages, up to whole blocks
+    dtypes = {"param_dtype": param_dtype, "grad_dtype": grad_dtype, "state_dtype": state_dtype}
+    plan, averages = memory_plan(weights, **dtypes), memory_plan(weights + filling, **dtypes).state
     wide = torch.promote_types(param_dtype, torch.float32).itemsize
-    # A step reads and writes each factor, and reads each basis on the way there and back.
-    return replace(plan, state=plan.state + 2 * wide * squares, moved=plan.moved + 4 * wide * squares)
+    # A step reads and writes averages and factors, and reads each basis on the way there and back.
+    moved = plan.moved + 2 * (averages - plan.state) + 4 * wide * squares
+    return replace(plan, state=averages + 2 * wide * squares, moved=moved)

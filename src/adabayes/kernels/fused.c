@@ -29,7 +29,7 @@
 #define HAS_CLONES 0
 #endif
 
-#define ABI_VERSION 3
+#define ABI_VERSION 4
 #define UNIT 64
 #define SHARE (32768 / UNIT) /* units that are worth a thread */
 #define MAX_THREADS 256
@@ -284,12 +284,36 @@ static gomp_parallel *team = 0;
 
 EXPORT void adabayes_set_team(void *function) { team = (gomp_parallel *)function; }
 
-#if !defined(_WIN32)
 static void *take_shares_in_thread(void *data) {
     take_shares(data);
     return 0;
 }
+
+/* Let threads work until all shares are taken. */
+static void share_out(void (*work)(void *), void *(*in_thread)(void *), job *j) {
+    if (j->shares == 1) {
+        work(j);
+    } else if (team) {
+        team(work, j, (unsigned)j->shares, 0);
+    } else {
+#if !defined(_WIN32)
+        pthread_t others[MAX_THREADS];
+        int started = 0;
+        while (started < j->shares - 1 && !pthread_create(&others[started], 0, in_thread, j)) started++;
+        work(j); /* and the shares of threads that could not be had */
+        for (int i = 0; i < started; i++) pthread_join(others[i], 0);
+#else
+        (void)in_thread;
+        work(j);
 #endif
+    }
+}
+
+static int shares_of(const tensors *t, int64_t units) {
+    int64_t worth = units / SHARE + 1;
+    int threads = t->threads < 1 ? 1 : t->threads > MAX_THREADS ? MAX_THREADS : t->threads;
+    return worth < threads ? (int)worth : threads;
+}
 
 static int run(const tensors *t, const void *numbers, update *const (*updates)[DTYPES]) {
     if (t->param_type < 0 || t->param_type >= DTYPES || t->state_type < 0 || t->state_type >= DTYPES) return 1;
@@ -301,24 +325,8 @@ static int run(const tensors *t, const void *numbers, update *const (*updates)[D
         else *(float *)t->steps[i] += 1;
         j.units += (t->numels[i] + UNIT - 1) / UNIT;
     }
-    int64_t worth = j.units / SHARE + 1;
-    int threads = t->threads < 1 ? 1 : t->threads > MAX_THREADS ? MAX_THREADS : t->threads;
-    j.shares = worth < threads ? (int)worth : threads;
-    if (j.shares == 1) {
-        take_shares(&j);
-    } else if (team) {
-        team(take_shares, &j, (unsigned)j.shares, 0);
-    } else {
-#if !defined(_WIN32)
-        pthread_t others[MAX_THREADS];
-        int started = 0;
-        while (started < j.shares - 1 && !pthread_create(&others[started], 0, take_shares_in_thread, &j)) started++;
-        take_shares(&j); /* and those of threads that could not be had */
-        for (int i = 0; i < started; i++) pthread_join(others[i], 0);
-#else
-        take_shares(&j);
-#endif
-    }
+    j.shares = shares_of(t, j.units);
+    share_out(take_shares, take_shares_in_thread, &j);
     return 0;
 }
 
@@ -326,6 +334,64 @@ EXPORT int adabayes_step(const tensors *t, const adabayes_numbers *c) { return r
 
 EXPORT int adabayes_fp_step(const tensors *t, const adabayes_fp_numbers *c) {
     return run(t, c, adabayes_fp_updates);
+}
+
+/* Cautious steps: what opposes the gradient is left out, and the rest of a tensor scaled up to the same sum of absolute
+ * values, at most tenfold. Sums have lanes, so that the compiler can use vectors and yet the order is always the same. */
+#define LANES 16
+#define CAUTIOUS(REAL, TINY, NAME)                                                                                 \
+    CLONES static void NAME(REAL *restrict move, const REAL *restrict grad, int64_t count) {                       \
+        REAL all[LANES] = {0}, kept[LANES] = {0};                                                                  \
+        const int64_t whole = count - count % LANES;                                                               \
+        for (int64_t i = 0; i < whole; i += LANES)                                                                 \
+            for (int k = 0; k < LANES; k++) {                                                                      \
+                const REAL m = move[i + k], g = grad[i + k], size = m < 0 ? -m : m;                                \
+                all[k] += size;                                                                                    \
+                kept[k] += (m > 0 && g > 0) || (m < 0 && g < 0) ? size : 0;                                        \
+            }                                                                                                      \
+        for (int64_t i = whole; i < count; i++) {                                                                  \
+            const REAL m = move[i], g = grad[i], size = m < 0 ? -m : m;                                            \
+            all[0] += size;                                                                                        \
+            kept[0] += (m > 0 && g > 0) || (m < 0 && g < 0) ? size : 0;                                            \
+        }                                                                                                          \
+        REAL length = 0, stays = 0;                                                                                \
+        for (int k = 0; k < LANES; k++) length += all[k], stays += kept[k];                                        \
+        REAL share = stays / (length < TINY ? TINY : length);                                                      \
+        share = share < (REAL)0.1 ? (REAL)0.1 : share;                                                             \
+        for (int64_t i = 0; i < count; i++) {                                                                      \
+            const REAL m = move[i], g = grad[i];                                                                   \
+            move[i] = ((m > 0 && g > 0) || (m < 0 && g < 0) ? m : 0) / share;                                      \
+        }                                                                                                          \
+    }
+
+CAUTIOUS(float, FLT_MIN, cautious_f32)
+CAUTIOUS(double, DBL_MIN, cautious_f64)
+
+static void take_tensors(void *data) {
+    job *j = data;
+    const tensors *t = j->t;
+    for (;;) {
+        int64_t i = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED);
+        if (i >= t->count) return;
+        if (t->param_type == F64) cautious_f64(t->params[i], t->grads[i], t->numels[i]);
+        else cautious_f32(t->params[i], t->grads[i], t->numels[i]);
+    }
+}
+
+static void *take_tensors_in_thread(void *data) {
+    take_tensors(data);
+    return 0;
+}
+
+/* Of the tensors, `params` are the steps; state and step counts are not looked at. */
+EXPORT int adabayes_cautious(const tensors *t, const common_numbers *unused) {
+    (void)unused;
+    if (t->param_type != F32 && t->param_type != F64) return 1;
+    job j = {t, 0, 0, 0, 1, 0};
+    for (int64_t i = 0; i < t->count; i++) j.units += (t->numels[i] + UNIT - 1) / UNIT;
+    j.shares = shares_of(t, j.units);
+    share_out(take_tensors, take_tensors_in_thread, &j);
+    return 0;
 }
 
 /* The least that a step can do: four arrays read, three of them written. What its time is measured against. */

@@ -156,16 +156,17 @@ class Step(NamedTuple):
         """Return the step without its size."""
         return self.numerator if self.denominator is None else self.numerator.map(torch.div, self.denominator)
 
-    def cautious(self, gradient: Batch) -> Step:
+    def cautious(self, gradient: Batch, axes: Sequence[int] = ()) -> Step:
         """Leave out what opposes the newest gradient, and scale up the rest, at most tenfold, to the same length.
 
-        Length is the sum of absolute values. To count what is kept, as Liang et al. do, would let rounding decide in
-        directions that have hardly any gradient.
+        Length is the sum of absolute values over these axes, by default over all. To count what is kept, as Liang et al.
+        do, would let rounding decide in directions that have hardly any gradient.
         """
-        return self._replace(numerator=self.quotient().map(_agreeing, gradient), denominator=None)
 
+        def agreeing(move: Tensor, gradient: Tensor) -> Tensor:
+            over = tuple(axes or range(move.dim()))
+            kept = torch.where(move * gradient.sign() > 0, move, 0.0)
+            length = move.abs().sum(over, keepdim=True).clamp_min(torch.finfo(move.dtype).tiny)
+            return kept / (kept.abs().sum(over, keepdim=True) / length).clamp_min(0.1)
 
-def _agreeing(move: Tensor, gradient: Tensor) -> Tensor:
-    kept = torch.where(move * gradient.sign() > 0, move, 0.0)
-    share = kept.abs().sum() / move.abs().sum().clamp_min(torch.finfo(move.dtype).tiny)
-    return kept / share.clamp_min(0.1)
+        return self._replace(numerator=self.quotient().map(agreeing, gradient), denominator=None)

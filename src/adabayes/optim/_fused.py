@@ -44,30 +44,49 @@ class Kernel(NamedTuple):
         return library.NUMBERS[self.function](**common, **self.numbers(c))
 
     def direction(
-        self, grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], second_states: Sequence[Tensor], c: Any, t: float
-    ) -> Tensor | None:
-        """Update the state of tensors of one shape and return their steps, stacked; None if it cannot serve them."""
+        self,
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        second_states: Sequence[Tensor],
+        c: Any,
+        t: float,
+        cautious: Sequence[int] = (),
+    ) -> list[Tensor] | None:
+        """Update the state of tensors of one dtype and return their steps; None if it cannot serve them.
+
+        With ``cautious``, which says how many blocks each tensor has, the step of a block keeps what agrees with its
+        gradient, as by :meth:`~adabayes.optim._batch.Step.cautious`.
+        """
         like, states = exp_avgs[0], (*exp_avgs, *second_states)
         if library.unavailable() or (like.dtype, like.dtype) not in library.PAIRS or not all(map(_is_plain, states)):
             return None
         for state in states:
             check_memory("state", state)
-        moves = like.new_empty((len(grads), *like.shape))  # where weights at 0 go
+        moves = list(map(torch.empty_like, exp_avgs))  # where weights at 0 go
         grads = [_fitting(g, move) for g, move in zip(grads, moves)]
-        steps = like.new_full((len(grads),), t - 1, dtype=torch.float64)
-        columns = {
-            "params": map(_address, moves),
-            "grads": map(_address, grads),
-            "exp_avgs": map(_address, exp_avgs),
-            "second_states": map(_address, second_states),
-            "steps": map(_address, steps),
-            "numels": map(Tensor.numel, grads),
-            "indices": repeat(0, len(grads)),
+        steps = array("d", [t - 1]) * len(grads)
+        first = steps.buffer_info()[0]
+        numels = array("q", map(Tensor.numel, grads))
+        arrays = {
+            "params": array("q", map(_address, moves)),
+            "grads": array("q", map(_address, grads)),
+            "exp_avgs": array("q", map(_address, exp_avgs)),
+            "second_states": array("q", map(_address, second_states)),
+            "steps": array("q", range(first, first + 8 * len(steps), 8)),
+            "numels": numels,
+            "indices": array("q", [0]) * len(grads),
         }
-        kind, count = library.DTYPES[like.dtype], library.DTYPES[steps.dtype]
-        numbers = self.fill(c, unscale=1.0, shrink=0.0, rate=-as_float(c.rate))
-        arrays = {name: array("q", column) for name, column in columns.items()}
-        _call(self.function, arrays, numbers, param_type=kind, state_type=kind, step_type=count)
+        kind = library.DTYPES[like.dtype]
+        types = {"param_type": kind, "state_type": kind, "step_type": library.DTYPES[torch.float64]}
+        _call(self.function, arrays, self.fill(c, unscale=1.0, shrink=0.0, rate=-as_float(c.rate)), **types)
+        if cautious:
+            blocks = {"params": array("q"), "grads": array("q"), "numels": array("q")}
+            for move, grad, numel, count in zip(arrays["params"], arrays["grads"], numels, cautious):
+                size = numel // count * like.element_size() or 1  # of a tensor without elements, there is nothing to do
+                blocks["params"].extend(range(move, move + count * size, size))
+                blocks["grads"].extend(range(grad, grad + count * size, size))
+                blocks["numels"].extend([numel // count] * count)
+            _call("adabayes_cautious", blocks, library.NUMBERS["adabayes_cautious"](), **types)
         return moves
 
 

@@ -11,18 +11,27 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from adabayes.eigenbasis import basis_of, carried, factor, from_modes, modes, refreshed, rotate, rows, sides, to_modes
+from adabayes.eigenbasis import (
+    Bases,
+    Blocks,
+    basis_of,
+    carried,
+    cut,
+    factor,
+    from_blocks,
+    refreshed,
+    rotate,
+    sorted_by,
+    to_blocks,
+)
 from adabayes.optim._checks import check_range, explains_unknown
 from adabayes.optim._engine import Batch, Group, Step
-from adabayes.optim._stack import stack, stack_
+from adabayes.optim._stack import cat, cat_
 from adabayes.optim._state import Entry
 from adabayes.optim._tensors import Scalar, as_float, real_view
 from adabayes.optim.adabayes_fp import SETTLED, AdaBayesFP
 
 __all__ = ["AdaBayesK"]
-
-_BLOCK = 128  # rows of a factor that are worked out at a time; half of the rest, above the diagonal, is left out
-_ALONE = 2**20  # weights of a matrix from which on it is worked on by itself: there is nothing to gain
 
 
 class _Numbers(NamedTuple):
@@ -35,6 +44,7 @@ class _Numbers(NamedTuple):
     cautious: bool
     centred: bool
     refresh: int
+    block_size: int
     max_size: int
     fused: bool | None
 
@@ -67,8 +77,9 @@ class AdaBayesK(AdaBayesFP):
     direction has not been seen yet, SOAP would divide noise by noise and so skips its first step; here ``lr_sgd``
     bounds the gain, and no step is skipped.
 
-    Use it for a whole model, in the place of AdamW. Matrices and convolutions are rotated on each side of at most
-    ``max_size``; a larger side, such as a vocabulary, keeps its own basis; vectors and numbers get AdaBayes-FP.
+    Use it for a whole model, in the place of AdamW. Matrices and convolutions, seen as out x rest, are cut into blocks of
+    at most ``block_size`` on each side, each a matrix of its own; a side above ``max_size``, such as a vocabulary, is
+    neither cut nor rotated; vectors and numbers get AdaBayes-FP.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
@@ -78,8 +89,11 @@ class AdaBayesK(AdaBayesFP):
         betas: decay of the averaged gradient, and of its averaged square and covariances.
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
         refresh: steps from one update of a basis to the next.
-        max_size: of a side that is rotated. A matrix takes 2 (m² + n²) numbers of state beside AdamW's 2 mn.
-        cautious: leave out what opposes the newest gradient, and scale up the rest, so that the step stays as long.
+        block_size: largest side of a block. It bounds what a weight costs: 4 numbers of state beside AdamW's 2, and
+            about 12 ``block_size`` operations in a step, if its block is a whole one. A layer's width is a good choice.
+        max_size: largest side that is rotated.
+        cautious: leave out what opposes the newest gradient, and scale up the rest, so that the step of a block stays as
+            long.
         centred: average the squares of what the average did not foresee, :math:`(G' - M_{t-1})^2`, in place of
             :math:`G'^2`. It vanishes, and with it the bound on the step, where gradients have no noise: not for full
             batches.
@@ -122,7 +136,8 @@ class AdaBayesK(AdaBayesFP):
         weight_decay: float = 0.0,
         *,
         refresh: int = 10,
-        max_size: int = 2048,
+        block_size: int = 128,
+        max_size: int = 16384,
         cautious: bool = True,
         centred: bool = False,
         reduction: Literal["mean", "sum"] = "mean",
@@ -140,6 +155,7 @@ class AdaBayesK(AdaBayesFP):
             "betas": betas,
             "weight_decay": weight_decay,
             "refresh": refresh,
+            "block_size": block_size,
             "max_size": max_size,
             "cautious": cautious,
             "centred": centred,
@@ -152,44 +168,53 @@ class AdaBayesK(AdaBayesFP):
             "stochastic_rounding": stochastic_rounding,
             "seed": seed,
         }
-        self._slots: tuple[Any, list[int]] = ((), [])
+        self._slots: tuple[Any, list[list[int]]] = ((), [])
         super(AdaBayesFP, self).__init__(params, defaults)
 
     def direction(self, gradient: Batch, state: dict[str, Batch], c: _Numbers, t: Scalar) -> Step:
-        g = stack([to_modes(x, c.max_size) for x in gradient.tensors])
-        bases = _bases(g, state, c, t)
-        turned = Batch(list(rotate(g, bases)), True)
-        step = self._by_kernel(turned, state, c, t) or super().direction(turned, state, c, t)
-        moves = rotate(stack(step.quotient().tensors), bases, back=True)
-        shaped = [from_modes(move, x.shape) for move, x in zip(moves, gradient.tensors)]
-        learn = partial(self._learn_, g, gradient.indices, state, c, t)
+        blocks = [_cut(x.shape, c) for x in gradient.tensors]
+        if blocks[0] is None:  # vectors and numbers
+            return self._element_by_element(gradient, state, c, t)
+        g = cat([to_blocks(x, b) for x, b in zip(gradient.tensors, blocks)])
+        stacked = {name: cat_(entry.tensors) for name, entry in state.items()}
+        bases = _bases(g, stacked, c, t)
+        averages = {name: Batch([stacked[name]], True) for name in ("exp_avg", "exp_avg_sq")}
+        step = self._element_by_element(Batch([rotate(g, bases)], True), averages, c, t, axes=(1, 2))
+        moves = rotate(step.quotient().tensors[0], bases, back=True).split([b.count for b in blocks])
+        shaped = [from_blocks(move, b, x.shape) for move, b, x in zip(moves, blocks, gradient.tensors)]
+        learn = partial(self._learn_, g, gradient.indices, stacked, c, t)
         return Step(Batch(shaped, True), size=step.size, after=learn)
 
-    def _by_kernel(self, gradient: Batch, state: dict[str, Batch], c: _Numbers, t: Scalar) -> Step | None:
-        """Do what AdaBayes-FP does by its kernel, if there is one for these tensors."""
+    def _element_by_element(
+        self, gradient: Batch, state: dict[str, Batch], c: _Numbers, t: Scalar, axes: Sequence[int] = ()
+    ) -> Step:
+        """Do what AdaBayes-FP does, by its kernel if there is one for these tensors; be cautious over these axes."""
         averages = state["exp_avg"].tensors, state["exp_avg_sq"].tensors
-        moves = None if c.fused is False else SETTLED.direction(gradient.tensors, *averages, c, as_float(t))
-        if moves is None:
-            return None
-        step = Step(Batch(list(moves), True))
-        return step.cautious(gradient) if c.cautious else step
+        if c.fused is not False:
+            counts = [len(x) if axes else 1 for x in gradient.tensors] if c.cautious else []
+            if moves := SETTLED.direction(gradient.tensors, *averages, c, as_float(t), counts):
+                return Step(Batch(moves, True))
+        step = super().direction(gradient, state, c._replace(cautious=False), t)
+        return step.cautious(gradient, axes) if c.cautious else step
 
-    def _learn_(self, g: Tensor, indices: Sequence[int], state: dict[str, Batch], c: _Numbers, t: Scalar) -> None:
+    def _learn_(
+        self, g: Tensor, indices: Sequence[int], state: dict[str, Tensor], c: _Numbers, t: Scalar
+    ) -> None:
         """Let the factors follow the gradient, and refresh the bases that are due."""
         if t == 1:  # the first bases have been made of the first gradient
             return
         for side in _sides(state):
-            _follow_(stack_(state[f"factor_{side}"].tensors), g, side, c)
-        for place, index in enumerate(indices):
-            if t % c.refresh == self._slots[1][index]:
-                _refresh_({name: entry.tensors[place] for name, entry in state.items()})
+            _follow_(state[f"factor_{side}"], g, side, c)
+        slots = (slot for index in indices for slot in self._slots[1][index])
+        if due := [place for place, slot in enumerate(slots) if t % c.refresh == slot]:
+            _refresh_(state, due)
 
     def numbers(self, group: Group, lr: Scalar) -> Any:
-        options = (group[name] for name in ("cautious", "centred", "refresh", "max_size", "fused"))
+        options = (group[name] for name in ("cautious", "centred", "refresh", "block_size", "max_size", "fused"))
         beta1, beta2 = group["betas"]
         return _Numbers(lr, beta1, beta2, self._eps(group), *options)
 
-    # Matrices of one shape are worked on together
+    # Blocks of one shape are worked on together
 
     def _parts(self, group: Group) -> list[Group]:
         self._spread_refreshes()
@@ -201,29 +226,33 @@ class AdaBayesK(AdaBayesFP):
                     f"AdaBayesK does not take sharded parameters yet, and one of shape {tuple(p.shape)} is a "
                     f"{type(p).__name__}. Use AdaBayesFP with FSDP2 and tensor parallelism."
                 )
-            alone = p.numel() >= _ALONE or id(p) in seen  # the same parameter twice has two steps
-            parts.setdefault(len(parts) if alone else modes(_real_shape(p), group["max_size"]), []).append(p)
+            blocks = _blocks(p, group)
+            again = id(p) in seen  # the same parameter twice has two steps
+            kind = len(parts) if again else blocks and (blocks.m, blocks.n, blocks.sides)
+            parts.setdefault(kind, []).append(p)
             seen.add(id(p))
         return [{**group, "params": params} for params in parts.values()]
 
     def _spread_refreshes(self) -> None:
-        """Work out at which step, modulo ``refresh``, the bases of each parameter are refreshed.
+        """Work out at which step, modulo ``refresh``, the bases of each block are refreshed.
 
         They are shared out by cost, the largest first, so that steps take about equally long. That depends on shapes
         and settings alone, so that a resumed run does the same.
         """
-        key = [(len(group["params"]), group["refresh"], group["max_size"]) for group in self.param_groups]
+        settings = ("refresh", "block_size", "max_size")
+        key = [(len(group["params"]), *(group[name] for name in settings)) for group in self.param_groups]
         if self._slots[0] == key:
             return
-        owners = [(p, group) for group in self.param_groups for p in group["params"]]
-        costs = [sum(n**3 for n in _rotated(p, group["max_size"]).values()) for p, group in owners]
+        owners = [(_blocks(p, group), group["refresh"]) for group in self.param_groups for p in group["params"]]
+        costs = [sum(blocks.size(side) ** 3 for side in blocks.sides) if blocks else 0 for blocks, _ in owners]
         loads: dict[int, list[int]] = {}
-        slots = [0] * len(owners)
+        slots: list[list[int]] = [[] for _ in owners]
         for index in sorted(range(len(owners)), key=lambda index: -costs[index]):
-            refresh = owners[index][1]["refresh"]
+            blocks, refresh = owners[index]
             load = loads.setdefault(refresh, [0] * refresh)
-            slots[index] = load.index(min(load))
-            load[slots[index]] += costs[index]
+            for _ in range(blocks.count if blocks else 0):
+                slots[index].append(load.index(min(load)))
+                load[slots[index][-1]] += costs[index]
         self._slots = key, slots
 
     @_disable_dynamo  # bases are refreshed by decisions of the program
@@ -233,7 +262,7 @@ class AdaBayesK(AdaBayesFP):
     # State: averages in the eigenbasis; for each side that is rotated, a factor and a basis
 
     def _entries(self, group: Group, p: Tensor) -> dict[str, Entry]:
-        return _entries_of(_real_shape(p), group["max_size"])
+        return _entries_of(_blocks(p, group))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._slots = (), []
@@ -241,7 +270,7 @@ class AdaBayesK(AdaBayesFP):
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        for name in ("refresh", "max_size"):
+        for name in ("refresh", "block_size", "max_size"):
             check_range(name, group[name], least=1.0)
             if int(group[name]) != group[name]:
                 raise ValueError(f"Invalid {name}: {group[name]}. It must be a whole number.")
@@ -253,83 +282,70 @@ class AdaBayesK(AdaBayesFP):
         """Take AdamW's average as the first gradient that the bases are made of, and carry both averages over."""
         step, (beta1, own_beta2) = as_float(adamw["step"]), group["betas"]
         wide = torch.promote_types(adamw["exp_avg"].dtype.to_real(), torch.float32)
-        mean, square = (
-            to_modes(real_view(adamw[name]).to(wide), group["max_size"]) for name in ("exp_avg", "exp_avg_sq")
-        )
-        bases: list[Tensor | None] = [None] * mean.dim()
+        mean, square = (real_view(adamw[name]).to(wide) for name in ("exp_avg", "exp_avg_sq"))
+        square = square * ((1 - own_beta2**step) / (1 - beta2**step))
+        blocks = _blocks(adamw["exp_avg"], group)
+        if blocks is None:
+            return {"step": adamw["step"], "exp_avg": mean, "exp_avg_sq": square}
+        mean, square = to_blocks(mean, blocks), to_blocks(square, blocks)
         state = {"step": adamw["step"]}
-        for side in _rotated(adamw["exp_avg"], group["max_size"]):
-            gradient = mean / (1 - beta1**step)
-            state[f"factor_{side}"] = (1 - own_beta2) * factor(gradient, side, mean.dim())
-            state[f"basis_{side}"] = bases[side] = basis_of(state[f"factor_{side}"])
-        state["exp_avg"] = rotate(mean, bases).contiguous()
-        state["exp_avg_sq"] = carried(square, bases) * ((1 - own_beta2**step) / (1 - beta2**step))
-        return state
+        for side in blocks.sides:
+            state[f"factor_{side}"] = (1 - own_beta2) * factor(mean / (1 - beta1**step), side)
+            state[f"basis_{side}"] = basis_of(state[f"factor_{side}"])
+        bases = state.get("basis_0"), state.get("basis_1")
+        return {**state, "exp_avg": rotate(mean, bases), "exp_avg_sq": carried(square, bases)}
 
 
-def _real_shape(p: Tensor) -> tuple[int, ...]:
-    return (*p.shape, 2) if p.is_complex() else tuple(p.shape)
+def _cut(shape: Sequence[int], c: _Numbers) -> Any:
+    return cut(tuple(shape), c.block_size, c.max_size)
 
 
-def _rotated(p: Tensor, max_size: int) -> dict[int, int]:
-    """Return the sides of a parameter that are rotated, and their sizes."""
-    shape = _real_shape(p)
-    return {side: modes(shape, max_size)[side] for side in sides(shape, max_size)}
+def _blocks(p: Tensor, group: Group) -> Blocks | None:
+    shape = (*p.shape, 2) if p.is_complex() else tuple(p.shape)
+    return cut(shape, group["block_size"], group["max_size"])
 
 
 @lru_cache(maxsize=4096)
-def _entries_of(shape: tuple[int, ...], max_size: int) -> dict[str, Entry]:
-    rotated = modes(shape, max_size)
-    average = Entry(shape=lambda _: rotated)
+def _entries_of(blocks: Blocks | None) -> dict[str, Entry]:
+    average = Entry(shape=lambda shape: shape if blocks is None else blocks.shape)
     entries = {"exp_avg": average, "exp_avg_sq": average}
-    for side in sides(shape, max_size):
-        square = Entry(shape=lambda _, n=rotated[side]: (n, n), low=False)  # type: ignore[misc]
+    for side in blocks.sides if blocks else ():
+        squares = blocks.count, blocks.size(side), blocks.size(side)
+        square = Entry(shape=lambda _, squares=squares: squares, low=False)  # type: ignore[misc]
         entries |= {f"factor_{side}": square, f"basis_{side}": square}
     return entries
 
 
 def _sides(state: dict[str, Any]) -> list[int]:
-    return [int(name.removeprefix("basis_")) for name in state if name.startswith("basis_")]
+    return [side for side in (0, 1) if f"basis_{side}" in state]
 
 
-def _bases(g: Tensor, state: dict[str, Batch], c: _Numbers, t: Scalar) -> list[Tensor | None]:
-    """Return the bases of each mode of stacked gradients, at the first step those of the first gradient."""
-    bases: list[Tensor | None] = [None] * (g.dim() - 1)
-    for side in _sides(state):
-        basis = bases[side] = stack_(state[f"basis_{side}"].tensors)
-        if t == 1:
-            covariance = stack_(state[f"factor_{side}"].tensors)
-            _follow_(covariance, g, side, c)
-            basis.copy_(basis_of(_symmetric(covariance)))
-    return bases
+def _bases(g: Tensor, state: dict[str, Tensor], c: _Numbers, t: Scalar) -> Bases:
+    """Return the bases of both sides; at the first step they are made of the first gradient."""
+    if t == 1:
+        for side in _sides(state):
+            _follow_(state[f"factor_{side}"], g, side, c)
+            state[f"basis_{side}"].copy_(basis_of(state[f"factor_{side}"]))
+    return state.get("basis_0"), state.get("basis_1")
 
 
 def _follow_(covariance: Tensor, g: Tensor, side: int, c: _Numbers) -> None:
-    """Let factors follow their gradients, A = beta2 A + (1 - beta2) G G^T, on the diagonal and below."""
-    x = rows(g, side, g.dim() - 1)
-    size = x.shape[-2]
-    for start in range(0, size, _BLOCK):
-        end = min(start + _BLOCK, size)
-        block = covariance[:, start:end, :end]
-        block.baddbmm_(x[:, start:end], x[:, :end].mT, beta=c.beta2, alpha=1 - c.beta2)
+    """Let factors follow their gradients, A = beta2 A + (1 - beta2) G G^T."""
+    x = g.mT if side else g
+    covariance.baddbmm_(x, x.mT, beta=c.beta2, alpha=1 - c.beta2)
 
 
-def _symmetric(covariance: Tensor) -> Tensor:
-    """Fill in what is above the diagonal of a factor."""
-    return covariance.tril() + covariance.tril(-1).mT
-
-
-def _refresh_(state: dict[str, Tensor]) -> None:
-    """Refresh the bases of one matrix; the averages go with them."""
-    mean, square = state["exp_avg"], state["exp_avg_sq"]
-    old: list[Tensor | None] = [None] * mean.dim()
-    new = old.copy()
+def _refresh_(state: dict[str, Tensor], due: list[int]) -> None:
+    """Refresh the bases of some blocks; the averages go with them."""
+    places = torch.tensor(due, device=state["exp_avg"].device)
+    chosen = {name: x[places] for name, x in state.items()}
+    mean, square = chosen["exp_avg"], chosen["exp_avg_sq"]
+    old = chosen.get("basis_0"), chosen.get("basis_1")
     for side in _sides(state):
-        covariance = state[f"factor_{side}"].nan_to_num_(0.0, 0.0, 0.0)  # what has overflown begins again
-        old[side] = state[f"basis_{side}"]
-        new[side], order = refreshed(_symmetric(covariance), old[side])
-        square.copy_(square.index_select(side, order))
-    mean.copy_(rotate(rotate(mean, old, back=True), new))
-    for basis, now in zip(old, new):
-        if basis is not None and now is not None:
-            basis.copy_(now)
+        covariance = chosen[f"factor_{side}"].nan_to_num_(0.0, 0.0, 0.0)  # what has overflown begins again
+        chosen[f"basis_{side}"], order = refreshed(covariance, old[side])
+        square = sorted_by(square, order, side)
+    chosen["exp_avg"] = rotate(rotate(mean, old, back=True), (chosen.get("basis_0"), chosen.get("basis_1")))
+    chosen["exp_avg_sq"] = square
+    for name, x in chosen.items():
+        state[name][places] = x
