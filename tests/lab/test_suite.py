@@ -24,23 +24,30 @@ if TYPE_CHECKING:
 NAMES = ("adamw", "fast", "never")
 
 
-def final(optimizer: str, seed: int, curve: list[tuple[int, float, float]], test_loss: float = 1.0) -> Final:
-    return Final(optimizer, seed, "done", curve[-1][2], test_loss, 10 * test_loss, curve[-1][1], curve)
+def final(optimizer: str, seed: int, curve: list[tuple[int, float]], test_loss: float, length: float = 1.0) -> Final:
+    run = f"{optimizer}-{seed}-{length}"
+    return Final(run, optimizer, seed, length, "done", curve[-1][1], test_loss, 10 * test_loss, curve)
 
 
 def record(name: str = "one", slow: float = 1.0) -> Record:
+    """AdamW ends at 2, "fast" at 1.5, and with half of the steps at 2; with 0.4 of them it does not get there."""
     runs = []
     for seed in range(3):
-        runs.append(final("adamw", seed, [(50, 5.0, 3.0), (100, 10.0, 2.0 + 0.1 * (seed - 1))], 2.0 + 0.1 * seed))
-        runs.append(final("fast", seed, [(25, 5.0 * slow, 1.9), (100, 20.0, 1.5)], 1.5 + 0.1 * seed + 0.001 * seed**2))
-        runs.append(final("never", seed, [(50, 6.0, 3.0), (100, 12.0, 2.5)], 2.5 - 0.1 * seed))
+        runs.append(final("adamw", seed, [(50, 3.0), (100, 2.0 + 0.1 * (seed - 1))], 2.0 + 0.1 * seed))
+        runs.append(final("fast", seed, [(25, 2.4), (75, 1.9), (100, 1.5)], 1.5 + 0.1 * seed + 0.001 * seed**2))
+        runs.append(final("fast", seed, [(25, 2.3), (50, 1.9 + 0.1 * seed)], 1.9, 0.5))
+        runs.append(final("fast", seed, [(25, 2.3), (40, 1.91 + 0.1 * seed)], 1.9, 0.4))
+        runs.append(final("never", seed, [(50, 3.0), (100, 2.5)], 2.5 - 0.1 * seed))
     trials = [
-        Trial("adamw", {"lr": lr}, "done", loss) for lr, loss in ((1e-4, 3.0), (1e-3, 2.0), (3e-3, 2.09), (1e-2, 2.2))
+        Trial(f"trial {lr}", "adamw", {"lr": lr}, "done", loss)
+        for lr, loss in ((1e-4, 3.0), (1e-3, 2.0), (3e-3, 2.09), (1e-2, 2.2))
     ]
-    trials += [Trial("fast", {"lr": 1.0}, "diverged", None)]
+    trials += [Trial("trial", "fast", {"lr": 1.0}, "diverged", None)]
     labels = {name: name for name in NAMES}
     styles = {name: ["#000000", "#ffffff", "solid"] for name in NAMES}
-    return Record(name, "a test", "error %", 100, labels, styles, trials, {n: {"lr": 1e-3} for n in NAMES}, runs, {})
+    chosen = {n: {"lr": 1e-3} for n in NAMES}
+    times = {"adamw": 0.1, "fast": 0.1 * slow, "never": 0.2}
+    return Record(name, "a test", "error %", 100, labels, styles, trials, chosen, runs, times, {})
 
 
 def workload(name: str = "digits") -> Protocol:
@@ -95,19 +102,42 @@ def test_the_target_is_adamws_mean_loss_at_the_end() -> None:
     assert suite.target(record()) == pytest.approx(2.0)
 
 
-def test_time_to_target_is_that_of_the_first_test_at_or_below_it() -> None:
-    fast = suite.reached(record(), "fast")
-    assert fast == suite.Reached(25, 5.0, 0.25, 0.5, 3, 3)
-    never = suite.reached(record(), "never")
-    assert never == suite.Reached(None, None, None, None, 0, 3)
-    adamw = suite.reached(record(), "adamw")
-    assert adamw is not None
-    assert (adamw.seeds, adamw.share_of_steps) == (2, 1.0)  # the mean is not reached by all seeds
+def test_time_to_target_is_that_of_the_shortest_schedule_that_ends_there() -> None:
+    assert suite.reached(record(slow=3.0), "fast") == suite.Reached(0.5, pytest.approx(1.5), 0.75)
+    assert suite.reached(record(), "never") == suite.Reached(None, None, None)
+    assert suite.reached(record(), "adamw") == suite.Reached(1.0, pytest.approx(1.0), 1.0)
+    lost = record()
+    lost.finals[2] = replace(lost.finals[2], status="diverged", loss=None)  # with half of the steps
+    assert suite.reached(lost, "fast") == suite.Reached(1.0, pytest.approx(1.0), 0.75)
+
+
+def test_schedules_are_shortened_by_halving_what_is_open() -> None:
+    """By hand: whole, then the middle of 0.2 to 0.8; then above where it fails, below where it does not."""
+    found = replace(workload().narrowed(optimizers=["adamw"]), seeds=(0, 1))
+    target = [final("adamw", seed, [(10, 2.0)], 2.0) for seed in (0, 1)]
+    empty = replace(record(), chosen={"adamw": {"lr": 1e-3}}, finals=target)
+    for reaches, expected in (
+        (0.2, [0.5, 0.3, 0.2]),
+        (0.4, [0.5, 0.3, 0.4]),
+        (0.65, [0.5, 0.8, 0.65]),
+        (1.0, [0.5, 0.8]),
+    ):
+        now, tried = empty, []
+        while specs := suite.shorter(found, now):
+            assert [spec.seed for spec in specs] == [0, 1]
+            (length,) = {spec.length for spec in specs}
+            tried.append(length)
+            loss = 2.0 if length >= reaches else 2.1
+            now = replace(now, finals=now.finals + [final("adamw", seed, [(9, loss)], 2.0, length) for seed in (0, 1)])
+        assert tried == expected
+        reached = suite.reached(now, "adamw")
+        assert reached is not None
+        assert reached.share_of_steps == reaches
 
 
 def test_profiles_count_workloads_within_a_factor_of_the_fastest() -> None:
     found = suite.profile([record(), record("two", slow=4.0)], "seconds")
-    # Seconds to the target: fast 5 and 20, AdamW 10 and 10.
+    # Shares of AdamW's seconds: fast 0.5 and 2, AdamW 1 and 1.
     assert found["fast"] == [(1.0, 0.5), (2.0, 1.0)]
     assert found["adamw"] == [(1.0, 0.5), (2.0, 1.0)]
     assert found["never"] == []
@@ -156,7 +186,8 @@ def test_records_are_kept_whole(tmp_path: Path) -> None:
 
 def test_winners_have_the_lowest_validation_loss_at_the_end(tmp_path: Path) -> None:
     found = workload().narrowed(optimizers=["sgd", "adamw"])
-    assert suite.best_of(found, 2, tmp_path) == {}
+    assert suite.best_of(record().trials) == {"adamw": {"lr": 1e-3}}
+    assert suite.collect(found, 2, "error %", tmp_path).chosen == {}
     finals = suite.finals(replace(found, seeds=(0, 1)), {"adamw": {"lr": 0.5}})
     assert [(spec.optimizer, spec.seed, spec.settings, spec.test_at_end) for spec in finals] == [
         ("adamw", 0, {"lr": 0.5}, True), ("adamw", 1, {"lr": 0.5}, True),
@@ -177,9 +208,10 @@ def test_a_suite_from_beginning_to_end_and_again(tmp_path: Path, capsys: pytest.
     out = tmp_path / "suite"
     asked = ["suite", "--workload", "digits", "--optimizers", "adamw,muon,adabayes-k", "--budget", "2", "--seeds", "2"]
     main([*asked, "--out", str(out)])
-    said = capsys.readouterr()
-    assert said.err.count(": done, ") == 3 * (2 + 2)
     found = Record.read(out / "digits.json")
+    runs = 3 * (2 + 2) + sum(run.length < 1 for run in found.finals)
+    assert capsys.readouterr().err.count(": done, ") == runs > 12
+    assert found.step_seconds.keys() == {"adamw", "muon", "adabayes-k"}
     assert {trial.status for trial in found.trials} == {"done"}
     for name in ("adamw", "muon", "adabayes-k"):
         best = min((t for t in found.trials if t.optimizer == name), key=lambda t: t.loss or math.inf)
@@ -187,10 +219,22 @@ def test_a_suite_from_beginning_to_end_and_again(tmp_path: Path, capsys: pytest.
         assert [run.seed for run in found.runs(name)] == [0, 1]
         for run in found.runs(name):
             assert run.test_loss != run.loss  # another split
-            assert run.curve[-1][2] == pytest.approx(run.loss, rel=1e-4)
-            assert [step for step, *_ in run.curve] == [3, 6]
+            assert run.curve[-1][1] == pytest.approx(run.loss, rel=1e-4)
+            assert [step for step, _ in run.curve] == [3, 6]
+    for run in found.finals:
+        assert run.curve[-1][0] == round(6 * run.length)
     main([*asked, "--out", str(out)])
-    assert capsys.readouterr().err.count("was there already") == 3 * (2 + 2)
+    assert capsys.readouterr().err.count("was there already") == runs
+    assert Record.read(out / "digits.json") == found
+
+    elsewhere = tmp_path / "elsewhere"  # a record is enough to go on from
+    elsewhere.mkdir()
+    (elsewhere / "digits.json").write_bytes((out / "digits.json").read_bytes())
+    main([*asked, "--out", str(elsewhere)])
+    assert "done" not in capsys.readouterr().err
+    assert Record.read(elsewhere / "digits.json") == found
+    main([*asked[:-3], "3", "--seeds", "2", "--out", str(elsewhere)])  # one more trial of each
+    assert capsys.readouterr().err.count("done, ") >= 3
 
     main(["suite", "--from", str(out), "--out", str(tmp_path / "page")])
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
@@ -222,7 +266,7 @@ def test_the_page_tells_what_the_records_hold(tmp_path: Path, browser: Browser) 
     view.goto(page.as_uri())
     assert view.locator("#times tbody tr").count() == 3
     cells = view.locator("#times tr[data-optimizer=fast] td").all_text_contents()
-    assert cells == ["fast", "0.25", "0.25", "0.25"]
+    assert cells == ["fast", "0.50", "0.50", "0.50"]
     view.get_by_role("button", name="seconds").first.click()
     cells = view.locator("#times tr[data-optimizer=fast] td").all_text_contents()
     assert cells == ["fast", "0.50", "2.00", "1.00"]
@@ -252,7 +296,7 @@ def test_a_comparison_is_told_in_a_sentence(tmp_path: Path) -> None:
 
     write()
     assert suite.sentence(chosen, specs, tmp_path) == (
-        "AdaBayes-K ends at a loss of 1.5, AdamW at 2, where AdaBayes-K was after 50% of the steps and 50% of the time."
+        "AdaBayes-K ends at a loss of 1.5, AdamW at 2, where AdaBayes-K was after 50% of the steps."
     )
     losses["adamw"] = (1.2, 1.1)
     write()

@@ -262,6 +262,7 @@ def _percent(share: float | None) -> str:
 def _squares(covariance: Tensor) -> tuple[float, float]:
     """Return the sums of squares of the diagonal and of the whole."""
     diagonal, whole = (
-        torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2 for x in (covariance.diagonal(dim1=-2, dim2=-1), covariance)
+        torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
+        for x in (covariance.diagonal(dim1=-2, dim2=-1), covariance)
     )
     return diagonal, whole

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from adabayes.lab.report import results
 from adabayes.lab.run import distributed
 from adabayes.lab.run.distributed import Ranks
 from adabayes.lab.run.folder import folder_of
-from adabayes.lab.run.training import Watch
+from adabayes.lab.run.training import Watch, step_seconds
 
 __all__ = [
     "Unfinished",
@@ -226,14 +226,55 @@ def _suite(request: requests.Suite) -> tuple[list[suites.Record], list[sweep.Out
     epochs = sum(each[one.name] * one.epochs for one in chosen)
     with Display(sum(each.values()), epochs) as display, stop.on_signals():
         for one in chosen:
-            out = request.out / suites.name_of(one)
-            out.mkdir(parents=True, exist_ok=True)
-            outcomes += run(suites.trials(one, request.budget), out, display, stop, options)
-            winners = suites.best_of(one, request.budget, out)
-            outcomes += run(suites.finals(one, winners), out, display, stop, options)
-            found.append(suites.collect(one, request.budget, data.error_of(one.datasets[0]), out))
-            found[-1].write(request.out)
+            workload = _Workload(one, request, request.out / suites.name_of(one))
+            for specs in workload.rounds():
+                display.expect([spec for spec in specs if spec.length < 1])
+                outcomes += run(specs, workload.out, display, stop, options)
+            workload.time(options)
+            found.append(workload.record)
     return found, outcomes
+
+
+class _Workload:
+    """What is done on a workload, and its record, which is written after each round."""
+
+    def __init__(self, chosen: Protocol, request: requests.Suite, out: Path) -> None:
+        self.chosen, self.budget, self.out = chosen, request.budget, out
+        self._records = request.out
+        path = request.out / f"{suites.name_of(chosen)}.json"
+        self._before = suites.Record.read(path) if path.exists() else None
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.record = self._collected()
+
+    def rounds(self) -> Iterator[list[Spec]]:
+        """What is to be run: trials, then the winners with fresh seeds, then with shorter schedules."""
+        yield self._missing(suites.trials(self.chosen, self.budget))
+        self.record = self._collected()
+        yield self._missing(suites.finals(self.chosen, self.record.chosen))
+        self.record = self._collected()
+        while specs := suites.shorter(self.chosen, self.record):
+            yield specs
+            self.record = self._collected()
+            if not all(spec.identity in self.record.ended() for spec in specs):
+                return  # some failed
+
+    def time(self, options: sweep.Options) -> None:
+        """Time a step with each optimizer, unless that was done."""
+        if self.record.step_seconds.keys() != self.record.chosen.keys():
+            specs = suites.finals(replace(self.chosen, seeds=(0,)), self.record.chosen)
+            times = step_seconds(specs, options.load(specs[0])) if specs else {}
+            self.record = replace(self.record, step_seconds={name: float(f"{s:.4g}") for name, s in times.items()})
+            self.record.write(self._records)
+
+    def _missing(self, specs: Sequence[Spec]) -> list[Spec]:
+        known = self._before.ended() if self._before else {}
+        return [spec for spec in specs if spec.identity not in known or folder_of(spec, self.out).path.exists()]
+
+    def _collected(self) -> suites.Record:
+        error = data.error_of(self.chosen.datasets[0])
+        record = suites.collect(self.chosen, self.budget, error, self.out, self._before)
+        record.write(self._records)
+        return record
 
 
 def data_list(request: requests.DataList) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -62,6 +63,7 @@ class Display:
             TimeRemainingColumn(),
             TextColumn("left"),
         )
+        self._epochs: float = epochs
         self._task = self._all.add_task("", total=epochs)
         self._each = Bars(TextColumn("{task.fields[name]}", markup=False), TextColumn("{task.fields[state]}"))
         self._rows: dict[str, TaskID] = {}
@@ -78,6 +80,12 @@ class Display:
     ) -> None:
         self._screen.stop()
 
+    def expect(self, specs: Collection[Spec]) -> None:
+        """Count more runs to what is to be done."""
+        self.runs += len(specs)
+        self._epochs += sum(spec.epochs * spec.length for spec in specs)
+        self._all.update(self._task, total=math.ceil(self._epochs))
+
     def started(self, spec: Spec) -> None:
         self._started[spec.folder] = time.monotonic()
         self._rows[spec.folder] = self._each.add_task("", total=None, name=plain(spec).plain, state="")
@@ -91,12 +99,12 @@ class Display:
         if progress.test_error is not None:
             state += f" test {progress.test_error:.{digits}f}"
         self._each.update(self._rows[spec.folder], state=state)
-        self._done[spec.folder] = spec.epochs * progress.step / progress.steps
+        self._done[spec.folder] = spec.epochs * spec.length * progress.step / progress.steps
         self._count()
 
     def ended(self, spec: Spec, outcome: Outcome) -> None:
         self.finished += 1
-        self._done[spec.folder] = spec.epochs
+        self._done[spec.folder] = spec.epochs * spec.length
         if spec.folder in self._rows:
             self._each.remove_task(self._rows.pop(spec.folder))
         self._count()

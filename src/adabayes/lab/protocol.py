@@ -111,12 +111,14 @@ class Spec:
     data_options: dict[str, Any] = field(default_factory=dict)  # of the data set
     tests_per_epoch: int = 1
     test_at_end: bool = False  # on the test set once, where the tests are on held-out training data
+    length: float = 1.0  # share of all steps that is trained, with a schedule as short as that
 
     @property
     def identity(self) -> str:
         """A hash of everything. Entries that version 0.1 did not have count where they are set."""
         said = asdict(self)
-        for name, default in (("data_options", {}), ("tests_per_epoch", 1), ("test_at_end", False)):
+        defaults = {"data_options": {}, "tests_per_epoch": 1, "test_at_end": False, "length": 1.0}
+        for name, default in defaults.items():
             if said[name] == default:
                 del said[name]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:10]
@@ -368,6 +370,7 @@ _SPEC_FIELDS = schema.record(
         "data_options": _DATA_OPTIONS,
         "tests_per_epoch": _POSITIVE,
         "test_at_end": schema.FLAG,
+        "length": schema.number(0, 1),
     },
 )
 _OPTIMIZER = schema.record(

@@ -5,8 +5,10 @@ quasi-random points of its search space, all with one seed, judged by the valida
 settings that win are run with fresh seeds; these have the same initial weights and batches for all optimizers. They are
 tested on held-out training data as they go, and on the test set once, at the end.
 
-The target of a workload is the validation loss that tuned AdamW has at the end, as a mean over seeds. An optimizer's
-steps and seconds to the target are those of the first test at or below it; one that never gets there has none.
+The target of a workload is the validation loss that tuned AdamW has at the end, as a mean over seeds. How much training
+takes an optimizer there is found by schedules that are shorter: the winners are trained with 0.2 to 0.8 of the steps, and
+the shortest schedule that ends at the target, as a mean over seeds, counts. Its seconds are its steps times the time of
+a step, which is measured for all optimizers in turn when nothing else runs.
 
 "Better" means: the paired difference in final test loss to AdamW, over seeds, is below zero by Student's t-test at 5 %
 after Holm's correction for all comparisons of the suite.
@@ -27,6 +29,7 @@ from adabayes.lab.run.folder import folder_of, write_atomically
 
 __all__ = [
     "BUDGET",
+    "LENGTHS",
     "REFERENCE",
     "Comparison",
     "Final",
@@ -45,12 +48,14 @@ __all__ = [
     "reached",
     "read",
     "sentence",
+    "shorter",
     "target",
     "trials",
 ]
 
 BUDGET = 10  # trials of each optimizer
 REFERENCE = "adamw"  # whose loss is the target
+LENGTHS = (0.2, 0.3, 0.4, 0.5, 0.65, 0.8)  # of schedules that are tried for the target, beside whole ones
 WITHIN = 1.05  # of the best loss: the band of learning rates that is good enough
 
 
@@ -86,14 +91,29 @@ def trials(protocol: Protocol, budget: int) -> list[Spec]:
     return found
 
 
-def finals(protocol: Protocol, chosen: Mapping[str, Mapping[str, Any]]) -> list[Spec]:
+def finals(protocol: Protocol, chosen: Mapping[str, Mapping[str, Any]], length: float = 1.0) -> list[Spec]:
     """Runs with the settings that were chosen for each optimizer, seed by seed."""
     dataset, model = protocol.panel("a workload has one data set and one model")
-    return [
+    specs = [
         protocol.spec(dataset, model, replace(protocol.optimizers[name], settings=dict(settings), of_models={}), seed)
         for seed in protocol.seeds
         for name, settings in chosen.items()
     ]
+    return [replace(spec, length=length) for spec in specs]
+
+
+def shorter(protocol: Protocol, record: Record) -> list[Spec]:
+    """Runs with the length of schedule that each optimizer is to try next, halving what is open; none in the end."""
+    found = []
+    for name, settings in record.chosen.items():
+        ends = _reaches(record, name)
+        if not ends.get(1.0):  # it does not even get there with a whole one
+            continue
+        failed = max((length for length, reaches in ends.items() if not reaches), default=0.0)
+        open_ones = [n for n in LENGTHS if failed < n < min(n for n, reaches in ends.items() if reaches)]
+        if open_ones:
+            found += finals(protocol, {name: settings}, open_ones[len(open_ones) // 2])
+    return found
 
 
 # What came out
@@ -103,6 +123,7 @@ def finals(protocol: Protocol, chosen: Mapping[str, Mapping[str, Any]]) -> list[
 class Trial:
     """A trial, and its validation loss at the end; None where it diverged or is not done."""
 
+    run: str  # the identity of its specification
     optimizer: str
     settings: dict[str, Any]
     status: str
@@ -111,16 +132,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Final:
-    """A run of the comparison. The curve has steps, seconds of training and validation loss at each test."""
+    """A run of the comparison. The curve has the step and the validation loss of each test."""
 
+    run: str  # the identity of its specification
     optimizer: str
     seed: int
+    length: float  # of its schedule
     status: str
     loss: float | None  # at the end, on the validation split
     test_loss: float | None
     test_error: float | None
-    seconds: float
-    curve: list[tuple[int, float, float]]
+    curve: list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -136,11 +158,18 @@ class Record:
     trials: list[Trial]
     chosen: dict[str, dict[str, Any]]
     finals: list[Final]
+    step_seconds: dict[str, float]  # of a training step with each optimizer, on one thread
     environment: dict[str, Any]
 
-    def runs(self, optimizer: str) -> list[Final]:
-        """The runs of an optimizer that are done, by seed."""
-        return sorted((r for r in self.finals if r.optimizer == optimizer and r.status == "done"), key=lambda r: r.seed)
+    def runs(self, optimizer: str, length: float = 1.0) -> list[Final]:
+        """The runs of an optimizer with such a schedule that are done, by seed."""
+        found = (r for r in self.finals if (r.optimizer, r.length, r.status) == (optimizer, length, "done"))
+        return sorted(found, key=lambda r: r.seed)
+
+    def ended(self) -> dict[str, Trial | Final]:
+        """All runs that are done or have diverged, by the identities of their specifications."""
+        runs: list[Trial | Final] = [*self.trials, *self.finals]
+        return {run.run: run for run in runs if run.status in ("done", "diverged")}
 
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +184,7 @@ class Record:
             parts: dict[str, Any] = {
                 "trials": [Trial(**trial) for trial in content.pop("trials")],
                 "finals": [
-                    Final(**{**final, "curve": [(int(n), float(s), float(v)) for n, s, v in final["curve"]]})
+                    Final(**{**final, "curve": [(int(step), float(loss)) for step, loss in final["curve"]]})
                     for final in content.pop("finals")
                 ],
             }
@@ -172,29 +201,30 @@ def read(folder: Path) -> list[Record]:
     return [found[name] for name in sorted(found, key=lambda n: (n not in WORKLOADS, [*WORKLOADS, n].index(n)))]
 
 
-def best_of(protocol: Protocol, budget: int, out: Path) -> dict[str, dict[str, Any]]:
+def best_of(tried: Iterable[Trial]) -> dict[str, dict[str, Any]]:
     """The settings of each optimizer whose trial ended with the lowest validation loss; none where all diverged."""
-    return _winners(protocol, _trials(trials(protocol, budget), out))
-
-
-def _winners(protocol: Protocol, tried: Iterable[Trial]) -> dict[str, dict[str, Any]]:
     best: dict[str, tuple[float, dict[str, Any]]] = {}
     for trial in tried:
         if trial.loss is not None and trial.loss < best.get(trial.optimizer, (math.inf,))[0]:
             best[trial.optimizer] = trial.loss, trial.settings
-    return {name: best[name][1] for name in protocol.optimizers if name in best}
+    return {name: settings for name, (_, settings) in best.items()}
 
 
-def collect(protocol: Protocol, budget: int, error: str, out: Path) -> Record:
-    """Read all that a workload's runs have left in ``out``."""
-    tried = _trials(trials(protocol, budget), out)
-    chosen = _winners(protocol, tried)
-    specs = finals(protocol, chosen)
-    started: list[dict[str, Any]] = next(
-        (starts for spec in specs if (starts := folder_of(spec, out).read("environment.json"))), [{}]
-    )
+def collect(protocol: Protocol, budget: int, error: str, out: Path, before: Record | None = None) -> Record:
+    """Read all that a workload's runs have left in ``out``, and what an earlier record knows of runs that are not there.
+
+    So a record is enough to go on from, on another machine too.
+    """
+    known = before.ended() if before else {}
+    tried = [_known(spec, known, Trial) or _trial_of(spec, out) for spec in trials(protocol, budget)]
+    best = best_of(tried)
+    chosen = {name: best[name] for name in protocol.optimizers if name in best}
+    asked = finals(protocol, chosen)
+    short = [spec for length in LENGTHS for spec in finals(protocol, chosen, length)]
+    short = [spec for spec in short if spec.identity in known or folder_of(spec, out).status() in ("done", "diverged")]
+    runs = [_known(spec, known, Final) or final_of(spec, out) for spec in (*asked, *short)]
+    started = next((starts for spec in asked if (starts := folder_of(spec, out).read("environment.json"))), None)
     kept = ("adabayes", "torch", "python", "processor", "threads", "commit")
-    runs = [final_of(spec, out) for spec in specs]
     return Record(
         name=name_of(protocol),
         description=protocol.description,
@@ -208,8 +238,14 @@ def collect(protocol: Protocol, budget: int, error: str, out: Path) -> Record:
         trials=tried,
         chosen=chosen,
         finals=runs,
-        environment={key: started[-1].get(key) for key in kept},
+        step_seconds=before.step_seconds if before else {},
+        environment={key: started[-1].get(key) for key in kept} if started else before.environment if before else {},
     )
+
+
+def _known(spec: Spec, known: Mapping[str, Trial | Final], kind: type[Any]) -> Any:
+    found = known.get(spec.identity)
+    return found if isinstance(found, kind) else None
 
 
 def sentence(protocol: Protocol, specs: Sequence[Spec], out: Path) -> str | None:
@@ -219,7 +255,7 @@ def sentence(protocol: Protocol, specs: Sequence[Spec], out: Path) -> str | None
     runs = [final_of(spec, out) for spec in specs]
     steps = max((run.curve[-1][0] for run in runs if run.curve), default=0)
     labels = {name: optimizer.label for name, optimizer in protocol.optimizers.items()}
-    record = Record(protocol.name, "", "", steps, labels, {}, [], {}, runs, {})
+    record = Record(protocol.name, "", "", steps, labels, {}, [], {}, runs, {}, {})
     ends = {
         name: statistics.fmean(losses)
         for name in labels
@@ -233,23 +269,15 @@ def sentence(protocol: Protocol, specs: Sequence[Spec], out: Path) -> str | None
         next_best = f"{labels[second]} is next with {ends[second]:.4g}"
         return f"{labels[best]} ends at the lowest loss, {ends[best]:.4g}; {next_best}."
     said = f"{labels[best]} ends at a loss of {ends[best]:.4g}, {labels[REFERENCE]} at {ends[REFERENCE]:.4g}"
-    when = reached(record, best)
-    if when is None or when.share_of_steps is None or when.share_of_seconds is None:
-        return f"{said}."
-    return (
-        f"{said}, where {labels[best]} was after {when.share_of_steps:.0%} of the steps and "
-        f"{when.share_of_seconds:.0%} of the time."
-    )
+    when = _within(record, best)
+    return f"{said}, where {labels[best]} was after {when:.0%} of the steps." if when else f"{said}."
 
 
-def _trials(specs: Iterable[Spec], out: Path) -> list[Trial]:
-    found = []
-    for spec in specs:
-        folder = folder_of(spec, out)
-        status = folder.status()
-        loss = folder.metrics()[-1]["test_loss"] if status == "done" else None
-        found.append(Trial(spec.optimizer, spec.settings, status, loss))
-    return found
+def _trial_of(spec: Spec, out: Path) -> Trial:
+    folder = folder_of(spec, out)
+    status = folder.status()
+    loss = folder.metrics()[-1]["test_loss"] if status == "done" else None
+    return Trial(spec.identity, spec.optimizer, spec.settings, status, loss)
 
 
 def final_of(spec: Spec, out: Path) -> Final:
@@ -257,22 +285,22 @@ def final_of(spec: Spec, out: Path) -> Final:
     folder = folder_of(spec, out)
     rows = folder.metrics()
     result = folder.read("result.json") or {}
-    steps = rows[0]["steps"] if rows else 0
-    curve = [(round(row["epoch"] * steps), row["seconds"], row["test_loss"]) for row in folder.metrics("curve.jsonl")]
-    seconds = 0.0
+    curve = [(row["step"], row["test_loss"]) for row in folder.metrics("curve.jsonl")]
+    steps = 0
     for row in rows:
-        seconds += row["train_seconds"]
-        curve.append(((row["epoch"] + 1) * steps, seconds, row["test_loss"]))
+        steps += row["steps"]
+        curve.append((steps, row["test_loss"]))
     status = folder.status()
     return Final(
+        spec.identity,
         spec.optimizer,
         spec.seed,
+        spec.length,
         status,
         rows[-1]["test_loss"] if status == "done" else None,
         result.get("test_loss"),
         result.get("test_error"),
-        seconds,
-        [(step, round(at, 2), float(f"{loss:.5g}")) for step, at, loss in sorted(curve)],
+        [(step, float(f"{loss:.5g}")) for step, loss in sorted(curve)],
     )
 
 
@@ -293,14 +321,11 @@ def _compact(content: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Reached:
-    """When an optimizer is at the target: medians over seeds, and how many of them get there."""
+    """How much training takes an optimizer to the target, as shares of the whole of AdamW's; None if it gets not there."""
 
-    steps: float | None
-    seconds: float | None
-    share_of_steps: float | None  # of all that AdamW takes
+    share_of_steps: float | None  # with the shortest schedule that ends there
     share_of_seconds: float | None
-    seeds: int
-    of: int
+    within: float | None  # with a whole schedule: the first test at the target, as a median over seeds
 
 
 def target(record: Record) -> float | None:
@@ -309,18 +334,36 @@ def target(record: Record) -> float | None:
     return statistics.fmean(losses) if losses else None
 
 
-def reached(record: Record, optimizer: str) -> Reached | None:
-    """When an optimizer is at the target. None where nothing can be said yet."""
-    goal, runs, reference = target(record), record.runs(optimizer), record.runs(REFERENCE)
+def _reaches(record: Record, optimizer: str) -> dict[float, bool]:
+    """Whether schedules of each length that was tried end at the target, as a mean over seeds."""
+    goal, found = target(record), {}
+    for length in (1.0, *LENGTHS):
+        ran = [run for run in record.finals if (run.optimizer, run.length) == (optimizer, length)]
+        losses = [run.loss for run in ran if run.loss is not None]
+        if goal is not None and ran:  # a seed that diverges does not get there
+            found[length] = len(losses) == len(ran) and statistics.fmean(losses) <= goal
+    return found
+
+
+def _within(record: Record, optimizer: str) -> float | None:
+    goal, runs = target(record), record.runs(optimizer)
     if goal is None or not runs:
         return None
-    first = [next(((step, s) for step, s, loss in run.curve if loss <= goal), (math.inf, math.inf)) for run in runs]
-    steps, seconds = (statistics.median(values) for values in zip(*first))
-    whole = statistics.fmean(run.seconds for run in reference)
-    got = sum(math.isfinite(step) for step, _ in first)
-    if not math.isfinite(steps):  # half of the seeds do not get there
-        return Reached(None, None, None, None, got, len(runs))
-    return Reached(steps, seconds, steps / record.steps, seconds / whole, got, len(runs))
+    first = [next((step for step, loss in run.curve if loss <= goal), math.inf) for run in runs]
+    steps = statistics.median(first)
+    return steps / record.steps if math.isfinite(steps) else None
+
+
+def reached(record: Record, optimizer: str) -> Reached | None:
+    """When an optimizer is at the target. None where nothing can be said yet."""
+    ends = _reaches(record, optimizer)
+    if not ends:
+        return None
+    share = min((length for length, reaches in ends.items() if reaches), default=None)
+    times = record.step_seconds
+    timed = share is not None and optimizer in times and REFERENCE in times
+    seconds = share * times[optimizer] / times[REFERENCE] if share is not None and timed else None
+    return Reached(share, seconds, _within(record, optimizer))
 
 
 def geometric_mean(values: Sequence[float | None]) -> float | None:
@@ -339,7 +382,7 @@ def profile(records: Sequence[Record], clock: str) -> dict[str, list[tuple[float
     times: dict[str, list[float]] = {}
     for record in records:
         found = {name: reached(record, name) for name in record.labels}
-        of = {name: getattr(r, clock) for name, r in found.items() if r and getattr(r, clock) is not None}
+        of = {name: share for name, r in found.items() if r and (share := getattr(r, f"share_of_{clock}")) is not None}
         for name in record.labels:
             times.setdefault(name, []).append(of[name] / min(of.values()) if name in of else math.inf)
     return {

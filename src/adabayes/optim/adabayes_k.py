@@ -197,9 +197,7 @@ class AdaBayesK(AdaBayesFP):
         step = super().direction(gradient, state, c._replace(cautious=False), t)
         return step.cautious(gradient, axes) if c.cautious else step
 
-    def _learn_(
-        self, g: Tensor, indices: Sequence[int], state: dict[str, Tensor], c: _Numbers, t: Scalar
-    ) -> None:
+    def _learn_(self, g: Tensor, indices: Sequence[int], state: dict[str, Tensor], c: _Numbers, t: Scalar) -> None:
         """Let the factors follow the gradient, and refresh the bases that are due."""
         if t == 1:  # the first bases have been made of the first gradient
             return

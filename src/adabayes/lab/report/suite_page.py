@@ -53,7 +53,7 @@ def content(records: Sequence[Record]) -> dict[str, Any]:
         "widest": max(2.0, 1.15 * max(factors, default=1.0)),
         "means": {
             clock: {name: m for name in labels if (m := _mean_share(records, name, clock)) is not None}
-            for clock in _CLOCKS
+            for clock in (*_CLOCKS, "within")
         },
         "test": f"Student's paired t-test, Holm's correction for {len(compared)} comparisons, 5 %.",
         "workloads": [_workload(record, compared) for record in records],
@@ -78,7 +78,8 @@ def _lead(records: Sequence[Record]) -> str:
 
 def _mean_share(records: Sequence[Record], name: str, clock: str) -> float | None:
     found = [suite.reached(record, name) for record in records]
-    return suite.geometric_mean([getattr(r, f"share_of_{clock}") if r else None for r in found])
+    attribute = clock if clock == "within" else f"share_of_{clock}"
+    return suite.geometric_mean([getattr(r, attribute) if r else None for r in found])
 
 
 def _problems(records: Sequence[Record]) -> list[str]:
@@ -89,7 +90,7 @@ def _problems(records: Sequence[Record]) -> list[str]:
         missing = [status for status in statuses if status not in ("done", "diverged")]
         if missing:
             found.append(f"{record.name}: {len(missing)} of {len(statuses)} runs are not done.")
-        lost = [run.optimizer for run in record.finals if run.status == "diverged"]
+        lost = [run.optimizer for run in record.finals if run.status == "diverged" and run.length == 1]
         found += [
             f"{record.name}: {record.labels[o]} diverged with {lost.count(o)} seeds." for o in dict.fromkeys(lost)
         ]
@@ -108,7 +109,9 @@ def _environment(record: Record) -> str:
 
 
 def _workload(record: Record, compared: dict[tuple[str, str], suite.Comparison]) -> dict[str, Any]:
-    curves = {name: _curve(runs) for name in record.labels if (runs := record.runs(name))}
+    curves = {
+        name: _curve(runs, record.step_seconds.get(name)) for name in record.labels if (runs := record.runs(name))
+    }
     lowest = min((min(curve["loss"]) for curve in curves.values()), default=1.0)
     highest = statistics.median(curve["loss"][0] for curve in curves.values()) if curves else 1.0
     return {
@@ -128,14 +131,15 @@ def _workload(record: Record, compared: dict[tuple[str, str], suite.Comparison])
     }
 
 
-def _curve(runs: Sequence[Final]) -> dict[str, list[float]]:
+def _curve(runs: Sequence[Final], step_seconds: float | None) -> dict[str, list[float]]:
     """Means over seeds, test by test."""
     length = min(len(run.curve) for run in runs)
     points = [[run.curve[i] for run in runs] for i in range(length)]
+    steps = [at[0][0] for at in points]
     return {
-        "steps": [at[0][0] for at in points],
-        "seconds": [round(statistics.fmean(s for _, s, _ in at), 2) for at in points],
-        "loss": [float(f"{statistics.fmean(loss for _, _, loss in at):.5g}") for at in points],
+        "steps": steps,
+        "seconds": [float(f"{step * (step_seconds or 0):.4g}") for step in steps],
+        "loss": [float(f"{statistics.fmean(loss for _, loss in at):.5g}") for at in points],
     }
 
 
@@ -179,7 +183,7 @@ def _table(records: Sequence[Record], clock: str) -> Table:
     heads = [label.replace("-", "-\n", 1).replace(" ", "\n", 1) for label in labels.values()]
     grid = make_table(
         {"workload": "left", **dict.fromkeys(heads, "right")},
-        f"{clock.capitalize()} to the loss of tuned AdamW, as a share of AdamW's",
+        f"{clock.capitalize()} to the loss of tuned AdamW, as a share of its own",
         SIMPLE_HEAD,
     )
     for record in records:

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ from adabayes.optim._two_rates import TwoRateOptimizer
 if TYPE_CHECKING:
     from adabayes.lab.run.events import Events
 
-__all__ = ["Interrupted", "Progress", "Watch", "train"]
+__all__ = ["Interrupted", "Progress", "Watch", "epoch_seconds", "step_seconds", "train"]
 
 CHECKPOINT_SECONDS = 60.0  # between two within an epoch; there is one at each epoch's end
 _SAMPLED = 10  # weights of each tensor in the learning-rate figure
@@ -105,6 +105,25 @@ def epoch_seconds(spec: Spec, data: Data) -> float:
         return _Run(spec, RunFolder(Path(folder)), data, Ranks(), Watch(), CHECKPOINT_SECONDS, False).measure()
 
 
+def step_seconds(specs: Sequence[Spec], data: Data) -> dict[str, float]:
+    """How long a training step takes with each optimizer, on one thread.
+
+    All in turn, several times, and the best of these; ten steps at a time, so that what is done once in ten is in.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
+            place = RunFolder(Path(folder))
+            runs = {s.optimizer: _Run(s, place, data, Ranks(), Watch(), CHECKPOINT_SECONDS, False) for s in specs}
+            for run in runs.values():
+                run.take_steps(3)  # the first ones make state
+            rounds = [[run.take_steps(10) for run in runs.values()] for _ in range(5)]
+            return {name: min(taken) / 10 for name, taken in zip(runs, zip(*rounds))}
+    finally:
+        torch.set_num_threads(before)
+
+
 @dataclass
 class _Position:
     """Where a run is, and what the epoch has summed up so far."""
@@ -155,6 +174,7 @@ class _Run:
         self.trainer = optimizers.Trainer(self.optimizer)
         self.base_lrs = [group.get("lr") for group in self.optimizer.param_groups]
         self.steps = math.ceil(self.data.count("train") / spec.batch_size)
+        self.total = max(1, round(spec.length * spec.epochs * self.steps))  # of all epochs
         self.tests = {round(i * self.steps / spec.tests_per_epoch) for i in range(1, spec.tests_per_epoch)}
         # For the paper's learning-rate figure.
         self.observer: diagnostics.Observer | None = None
@@ -182,7 +202,7 @@ class _Run:
         finally:
             if self.events:
                 self.events.close()
-        result: dict[str, Any] = {"status": status, "epoch": min(self.at.epoch, self.spec.epochs - 1)}
+        result: dict[str, Any] = {"status": status, "epoch": min(self.at.epoch, math.ceil(self.total / self.steps) - 1)}
         if self.spec.test_at_end and status == "done":
             result["test_loss"], result["test_error"] = self._test(self.whole.to(self.device))
         weights = self.ranks.gathered(dict(self.model.state_dict()))
@@ -196,7 +216,7 @@ class _Run:
             self.test_error = row["test_error"]
             if self.watch.is_hopeless(row):
                 return "pruned"
-        while self.at.epoch < self.spec.epochs:
+        while self.at.epoch * self.steps < self.total:
             if not self._train_epoch():
                 return "diverged"
             row = self._row()
@@ -230,19 +250,20 @@ class _Run:
         self.model.train()
         self.trainer.for_training()
         started = time.perf_counter()
-        while at.step < self.steps:
+        steps = self._steps_of_epoch()
+        while at.step < steps:
             indices = order[at.step * spec.batch_size : (at.step + 1) * spec.batch_size]
             loss, count, missed, seen = self._step(indices)
             loss_sum += loss.double() * count
             errors = errors + missed if len(errors) else missed.double()
             at.seen += seen
             at.step += 1
-            if at.step in self.tests:
+            if at.step in self.tests and at.step < steps:
                 at.seconds += time.perf_counter() - started
                 self._test_within()
                 started = time.perf_counter()
 
-            now, last = time.monotonic(), at.step == self.steps
+            now, last = time.monotonic(), at.step == steps
             if self.ranks.world > 1 and at.step % _AGREE and not last:
                 continue
             due, stop, save = self.ranks.any(
@@ -266,11 +287,15 @@ class _Run:
         at.seconds += time.perf_counter() - started
         return math.isfinite(at.loss)
 
+    def _steps_of_epoch(self) -> int:
+        """Steps of the epoch that is trained now; the last one may be shorter."""
+        return min(self.steps, self.total - self.at.epoch * self.steps)
+
     def _step(self, indices: Tensor) -> tuple[Tensor, int, Tensor, int]:
         """Take a step on a batch. Our share's mean loss, count of targets and sums of errors; the count of all."""
         spec, at = self.spec, self.at
         torch.manual_seed(_derived(spec.seed, "noise", at.epoch, at.step))
-        self._set_lr((at.epoch * self.steps + at.step) / (spec.epochs * self.steps))
+        self._set_lr((at.epoch * self.steps + at.step) / self.total)
         inputs, targets = self.data.train_batch(indices, _generator(spec.seed, "augment", at.epoch, at.step))
         seen = self.task.count(targets)
         mine = self.ranks.share(len(indices))
@@ -284,17 +309,23 @@ class _Run:
         self.optimizer.step()
         return loss.detach(), count, self.task.sums(output.detach(), targets), seen
 
-    def measure(self) -> float:
-        """Seconds that an epoch takes, from a few steps."""
+    def take_steps(self, count: int) -> float:
+        """Seconds that some steps take, all on the first batch."""
         self.model.train()
         self.trainer.for_training()
+        indices = torch.arange(min(self.spec.batch_size, self.data.count("train")))
+        started = time.perf_counter()
+        for _ in range(count):
+            self._step(indices)
+        return time.perf_counter() - started
+
+    def measure(self) -> float:
+        """Seconds that an epoch takes, from a few steps."""
         size = min(self.spec.batch_size, self.data.count("train"))
         taken: list[float] = []
         began = time.perf_counter()
         while len(taken) < 2 or (len(taken) < 4 and time.perf_counter() - began < 20):
-            started = time.perf_counter()
-            self._step(torch.arange(size))
-            taken.append(time.perf_counter() - started)
+            taken.append(self.take_steps(1))
         # To test an example takes about a third of what it takes to train on it.
         return min(taken[1:]) / size * (self.data.count("train") + self.data.count("test") / 3)
 
@@ -342,7 +373,7 @@ class _Run:
             "test_loss": test_loss,
             "test_error": test_error,
             "lr": self.optimizer.param_groups[0].get("lr"),
-            "steps": self.steps,
+            "steps": self._steps_of_epoch(),
             "state_bytes": state_bytes(self.optimizer) / sum(p.numel() for p in self.model.parameters()),
             "train_seconds": at.seconds,
             "test_seconds": time.perf_counter() - started,
@@ -390,7 +421,8 @@ class _Run:
         test_loss, test_error = self._test(self.data)
         if self.ranks.is_first:
             row = {"epoch": at.epoch + at.step / self.steps, "test_loss": test_loss, "test_error": test_error}
-            self.folder.log({**row, "seconds": at.earlier + at.seconds}, "curve.jsonl")
+            step = at.epoch * self.steps + at.step
+            self.folder.log({**row, "step": step, "seconds": at.earlier + at.seconds}, "curve.jsonl")
         self.model.train()
         self.trainer.for_training()
 
@@ -424,7 +456,7 @@ class _Run:
         self.watch.report(
             Progress(
                 at.epoch * self.steps + at.step,
-                self.spec.epochs * self.steps,
+                self.total,
                 at.epoch,
                 at.loss / at.seen,
                 self.task.value(at.errors, at.seen),

@@ -40,8 +40,8 @@ function table(id, columns, rows, least) {
 
 function drawTimes() {
   const set = (value) => { state.clock = value; drawTimes(); };
-  renew(get("clock-bar"), choice("", [["steps", "steps"], ["seconds", "seconds"]], state.clock, set));
-  const key = `share_of_${state.clock}`;
+  renew(get("clock-bar"), choice("", [["steps", "steps"], ["seconds", "seconds"], ["within", "within a run"]], state.clock, set));
+  const key = state.clock === "within" ? "within" : `share_of_${state.clock}`;
   const rows = data.optimizers.map((o) => {
     const values = data.workloads.map((w) => w.reached[o.name]?.[key] ?? null);
     const mean = data.means[state.clock][o.name] ?? null;
