@@ -313,8 +313,8 @@ def test_the_plan_for_matrices_is_what_is_measured(
         p.grad = torch.randn(p.shape).to(dtype)
     optimizer = AdaBayesK(params, block_size=block_size, max_size=max_size, state_dtype=state_dtype)
     optimizer.step()
-    dtypes = {"param_dtype": dtype, "state_dtype": state_dtype}
-    plan = matrix_memory_plan((p.shape for p in params), block_size, max_size, **dtypes)
+    shapes_now = (p.shape for p in params)
+    plan = matrix_memory_plan(shapes_now, block_size, max_size, param_dtype=dtype, state_dtype=state_dtype)
     scalars = 2 * (state_dtype or optimizer.state[params[1]]["exp_avg"].dtype).itemsize  # counted as steps are: not
     assert plan.state == state_bytes(optimizer) + scalars
     assert plan.parameters == plan.gradients == sum(p.nbytes for p in params)

@@ -381,14 +381,14 @@ def test_blocks_are_put_together_to_what_was_cut(shape: tuple[int, ...], block_s
 
 
 def test_convolutions_and_vocabularies_have_bases_where_they_fit() -> None:
-    shapes = {
+    shapes: dict[tuple[int, ...], dict[int, tuple[int, int]]] = {
         (8, 4, 3, 3): {0: (1, 8), 1: (1, 36)},
         (8, 40, 3, 3): {0: (1, 8)},
         (100, 6): {1: (1, 6)},
+        (80, 90): {0: (6, 40), 1: (6, 30)},
         (7,): {},
         (): {},
     }
-    shapes[80, 90] = {0: (6, 40), 1: (6, 30)}
     params = [torch.zeros(shape) for shape in shapes]
     optimizer = AdaBayesK(params, block_size=40, max_size=90)
     for p in params:

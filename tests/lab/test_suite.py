@@ -46,7 +46,7 @@ def record(name: str = "one", slow: float = 1.0) -> Record:
     labels = {name: name for name in NAMES}
     styles = {name: ["#000000", "#ffffff", "solid"] for name in NAMES}
     chosen = {n: {"lr": 1e-3} for n in NAMES}
-    times = {"adamw": 0.1, "fast": 0.1 * slow, "never": 0.2}
+    times = {"adamw": 0.25, "fast": 0.25 * slow, "never": 0.5}
     return Record(name, "a test", "error %", 100, labels, styles, trials, chosen, runs, times, {})
 
 
@@ -103,12 +103,12 @@ def test_the_target_is_adamws_mean_loss_at_the_end() -> None:
 
 
 def test_time_to_target_is_that_of_the_shortest_schedule_that_ends_there() -> None:
-    assert suite.reached(record(slow=3.0), "fast") == suite.Reached(0.5, pytest.approx(1.5), 0.75)
+    assert suite.reached(record(slow=3.0), "fast") == suite.Reached(0.5, 1.5, 0.75)
     assert suite.reached(record(), "never") == suite.Reached(None, None, None)
-    assert suite.reached(record(), "adamw") == suite.Reached(1.0, pytest.approx(1.0), 1.0)
+    assert suite.reached(record(), "adamw") == suite.Reached(1.0, 1.0, 1.0)
     lost = record()
     lost.finals[2] = replace(lost.finals[2], status="diverged", loss=None)  # with half of the steps
-    assert suite.reached(lost, "fast") == suite.Reached(1.0, pytest.approx(1.0), 0.75)
+    assert suite.reached(lost, "fast") == suite.Reached(1.0, 1.0, 0.75)
 
 
 def test_schedules_are_shortened_by_halving_what_is_open() -> None:
@@ -224,7 +224,7 @@ def test_a_suite_from_beginning_to_end_and_again(tmp_path: Path, capsys: pytest.
     for run in found.finals:
         assert run.curve[-1][0] == round(6 * run.length)
     main([*asked, "--out", str(out)])
-    assert capsys.readouterr().err.count("was there already") == runs
+    assert capsys.readouterr().err.count("was there already") == 3 * (2 + 2)
     assert Record.read(out / "digits.json") == found
 
     elsewhere = tmp_path / "elsewhere"  # a record is enough to go on from

@@ -163,7 +163,7 @@ class Correlations:
     def table(self) -> str:
         """Return a table of all layers, and the verdict."""
         layers = self.layers()
-        rows = [("layer", "shape", *_SIDES, "total")]
+        rows: list[tuple[str, ...]] = [("layer", "shape", *_SIDES, "total")]
         for layer in layers:
             shown = [_percent(layer.shares[side]) for side in _SIDES]
             shape = " x ".join(map(str, layer.shape))

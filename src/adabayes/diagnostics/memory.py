@@ -98,9 +98,11 @@ def matrix_memory_plan(
     cuts = [(math.prod(shape), blocks) for shape in shapes if (blocks := cut(shape, block_size, max_size))]
     squares = sum(blocks.count * blocks.size(side) ** 2 for _, blocks in cuts for side in blocks.sides)
     filling = sum(math.prod(blocks.shape) - size for size, blocks in cuts)  # of the averages, up to whole blocks
-    dtypes = {"param_dtype": param_dtype, "grad_dtype": grad_dtype, "state_dtype": state_dtype}
-    plan, averages = memory_plan(weights, **dtypes), memory_plan(weights + filling, **dtypes).state
+    plan, filled = (
+        memory_plan(count, param_dtype=param_dtype, grad_dtype=grad_dtype, state_dtype=state_dtype)
+        for count in (weights, weights + filling)
+    )
     wide = torch.promote_types(param_dtype, torch.float32).itemsize
     # A step reads and writes averages and factors, and reads each basis on the way there and back.
-    moved = plan.moved + 2 * (averages - plan.state) + 4 * wide * squares
-    return replace(plan, state=averages + 2 * wide * squares, moved=moved)
+    moved = plan.moved + 2 * (filled.state - plan.state) + 4 * wide * squares
+    return replace(plan, state=filled.state + 2 * wide * squares, moved=moved)

@@ -6,9 +6,9 @@ settings that win are run with fresh seeds; these have the same initial weights 
 tested on held-out training data as they go, and on the test set once, at the end.
 
 The target of a workload is the validation loss that tuned AdamW has at the end, as a mean over seeds. How much training
-takes an optimizer there is found by schedules that are shorter: the winners are trained with 0.2 to 0.8 of the steps, and
-the shortest schedule that ends at the target, as a mean over seeds, counts. Its seconds are its steps times the time of
-a step, which is measured for all optimizers in turn when nothing else runs.
+takes an optimizer there is found with shorter schedules: the winners are trained with 0.2 to 0.8 of the steps, and the
+shortest schedule that ends at the target, as a mean over seeds, counts. Its seconds are its steps times the time of a
+step, which is measured for all optimizers in turn when nothing else runs.
 
 "Better" means: the paired difference in final test loss to AdamW, over seeds, is below zero by Student's t-test at 5 %
 after Holm's correction for all comparisons of the suite.
@@ -211,7 +211,7 @@ def best_of(tried: Iterable[Trial]) -> dict[str, dict[str, Any]]:
 
 
 def collect(protocol: Protocol, budget: int, error: str, out: Path, before: Record | None = None) -> Record:
-    """Read all that a workload's runs have left in ``out``, and what an earlier record knows of runs that are not there.
+    """Read all that a workload's runs have left in ``out``; of runs that are not there, what an earlier record knows.
 
     So a record is enough to go on from, on another machine too.
     """
@@ -321,7 +321,7 @@ def _compact(content: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Reached:
-    """How much training takes an optimizer to the target, as shares of the whole of AdamW's; None if it gets not there."""
+    """How much training takes an optimizer to the target, as shares of AdamW's; None where it is not reached."""
 
     share_of_steps: float | None  # with the shortest schedule that ends there
     share_of_seconds: float | None

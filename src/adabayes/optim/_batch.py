@@ -159,8 +159,8 @@ class Step(NamedTuple):
     def cautious(self, gradient: Batch, axes: Sequence[int] = ()) -> Step:
         """Leave out what opposes the newest gradient, and scale up the rest, at most tenfold, to the same length.
 
-        Length is the sum of absolute values over these axes, by default over all. To count what is kept, as Liang et al.
-        do, would let rounding decide in directions that have hardly any gradient.
+        Length is the sum of absolute values over these axes, by default over all. To count what is kept, as Liang et
+        al. do, would let rounding decide in directions that have hardly any gradient.
         """
 
         def agreeing(move: Tensor, gradient: Tensor) -> Tensor:

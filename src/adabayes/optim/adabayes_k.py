@@ -77,9 +77,9 @@ class AdaBayesK(AdaBayesFP):
     direction has not been seen yet, SOAP would divide noise by noise and so skips its first step; here ``lr_sgd``
     bounds the gain, and no step is skipped.
 
-    Use it for a whole model, in the place of AdamW. Matrices and convolutions, seen as out x rest, are cut into blocks of
-    at most ``block_size`` on each side, each a matrix of its own; a side above ``max_size``, such as a vocabulary, is
-    neither cut nor rotated; vectors and numbers get AdaBayes-FP.
+    Use it for a whole model, in the place of AdamW. Matrices and convolutions, seen as out x rest, are cut into blocks
+    of at most ``block_size`` on each side, each a matrix of its own; a side above ``max_size``, such as a vocabulary,
+    is neither cut nor rotated; vectors and numbers get AdaBayes-FP.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
@@ -92,8 +92,8 @@ class AdaBayesK(AdaBayesFP):
         block_size: largest side of a block. It bounds what a weight costs: 4 numbers of state beside AdamW's 2, and
             about 12 ``block_size`` operations in a step, if its block is a whole one. A layer's width is a good choice.
         max_size: largest side that is rotated.
-        cautious: leave out what opposes the newest gradient, and scale up the rest, so that the step of a block stays as
-            long.
+        cautious: leave out what opposes the newest gradient, and scale up the rest, so that the step of a block stays
+            as long.
         centred: average the squares of what the average did not foresee, :math:`(G' - M_{t-1})^2`, in place of
             :math:`G'^2`. It vanishes, and with it the bound on the step, where gradients have no noise: not for full
             batches.
@@ -307,7 +307,9 @@ def _blocks(p: Tensor, group: Group) -> Blocks | None:
 def _entries_of(blocks: Blocks | None) -> dict[str, Entry]:
     average = Entry(shape=lambda shape: shape if blocks is None else blocks.shape)
     entries = {"exp_avg": average, "exp_avg_sq": average}
-    for side in blocks.sides if blocks else ():
+    if blocks is None:
+        return entries
+    for side in blocks.sides:
         squares = blocks.count, blocks.size(side), blocks.size(side)
         square = Entry(shape=lambda _, squares=squares: squares, low=False)  # type: ignore[misc]
         entries |= {f"factor_{side}": square, f"basis_{side}": square}

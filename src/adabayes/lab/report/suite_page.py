@@ -135,7 +135,7 @@ def _curve(runs: Sequence[Final], step_seconds: float | None) -> dict[str, list[
     """Means over seeds, test by test."""
     length = min(len(run.curve) for run in runs)
     points = [[run.curve[i] for run in runs] for i in range(length)]
-    steps = [at[0][0] for at in points]
+    steps = [float(at[0][0]) for at in points]
     return {
         "steps": steps,
         "seconds": [float(f"{step * (step_seconds or 0):.4g}") for step in steps],

@@ -55,7 +55,7 @@ def matrix() -> Topic:
 
     # The basis from two small factors, the expected G Gᵀ and Gᵀ G.
     cells = H.reshape(ROWS, COLUMNS, ROWS, COLUMNS)
-    bases = [basis_of(np.einsum("ikjk->ij", cells)), basis_of(np.einsum("kikj->ij", cells))]
+    bases = basis_of(np.einsum("ikjk->ij", cells)), basis_of(np.einsum("kikj->ij", cells))
     Q = np.kron(*bases)
     diagonal = Q.T @ H @ Q
     h = np.diag(diagonal)
@@ -224,7 +224,7 @@ def _error_of_the_filter(random: np.random.Generator, H: Floats, P: Floats) -> F
 
 
 def _filtered_in_both_bases(
-    random: np.random.Generator, H: Floats, bases: list[Floats], dynamics: Dynamics
+    random: np.random.Generator, H: Floats, bases: tuple[Floats, Floats], dynamics: Dynamics
 ) -> tuple[float, float]:
     """Run one filter of 24 x 24 and 24 scalar ones on the same gradients; the largest differences, rotated back."""
     Q, decay = np.kron(*bases), math.sqrt(1 - dynamics.forget)
@@ -244,7 +244,7 @@ def _filtered_in_both_bases(
     return of_covariance, of_mean
 
 
-def _gains_of_the_optimizer(random: np.random.Generator, A: Floats, C: Floats, bases: list[Floats]) -> Floats:
+def _gains_of_the_optimizer(random: np.random.Generator, A: Floats, C: Floats, bases: tuple[Floats, Floats]) -> Floats:
     """Return the learning rate that AdaBayes-K gives each eigenvector, once it has learnt its bases from gradients."""
     w = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
     optimizer = AdaBayesK([w], lr=ETA, lr_sgd=SIGMA2, betas=(0.0, 0.999), cautious=False)
