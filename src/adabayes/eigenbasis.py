@@ -40,13 +40,13 @@ class Blocks(NamedTuple):
     sides: tuple[int, ...]  # that are rotated: 0 is the left one, 1 the right one
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return self.rows * self.columns
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """That of all blocks, one after the other."""
-        return self.count, self.m, self.n
+        return self.number, self.m, self.n
 
     def size(self, side: int) -> int:
         """Return how long a side of a block is."""
@@ -70,14 +70,14 @@ def cut(shape: tuple[int, ...], block_size: int, max_size: int) -> Blocks | None
     if len(shape) < 2 or 0 in shape:
         return None
     matrix = shape[0], math.prod(shape[1:])
-    counts = [1 if size > max_size else -(-size // block_size) for size in matrix]
-    m, n = (-(-size // count) for size, count in zip(matrix, counts))
+    rows, columns = (1 if size > max_size else -(-size // block_size) for size in matrix)
+    m, n = -(-matrix[0] // rows), -(-matrix[1] // columns)
     sides = tuple(side for side, size in enumerate((m, n)) if 1 < size <= max_size)
-    return Blocks(*counts, m, n, sides) if sides else None
+    return Blocks(rows, columns, m, n, sides) if sides else None
 
 
 def to_blocks(x: Array, blocks: Blocks) -> Array:
-    """Cut a parameter, or its gradient, into blocks: an array of count x m x n."""
+    """Cut a parameter, or its gradient, into blocks: an array of number x m x n."""
     rows, columns, m, n, _ = blocks
     x = _padded(x.reshape(x.shape[0], -1), rows * m, columns * n)
     return x.reshape(rows, m, columns, n).swapaxes(1, 2).reshape(blocks.shape)

@@ -96,7 +96,7 @@ def matrix_memory_plan(
     shapes = [tuple(shape) for shape in shapes]
     weights = sum(map(math.prod, shapes))
     cuts = [(math.prod(shape), blocks) for shape in shapes if (blocks := cut(shape, block_size, max_size))]
-    squares = sum(blocks.count * blocks.size(side) ** 2 for _, blocks in cuts for side in blocks.sides)
+    squares = sum(blocks.number * blocks.size(side) ** 2 for _, blocks in cuts for side in blocks.sides)
     filling = sum(math.prod(blocks.shape) - size for size, blocks in cuts)  # of the averages, up to whole blocks
     plan, filled = (
         memory_plan(count, param_dtype=param_dtype, grad_dtype=grad_dtype, state_dtype=state_dtype)

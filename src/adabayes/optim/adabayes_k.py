@@ -180,7 +180,7 @@ class AdaBayesK(AdaBayesFP):
         bases = _bases(g, stacked, c, t)
         averages = {name: Batch([stacked[name]], True) for name in ("exp_avg", "exp_avg_sq")}
         step = self._element_by_element(Batch([rotate(g, bases)], True), averages, c, t, axes=(1, 2))
-        moves = rotate(step.quotient().tensors[0], bases, back=True).split([b.count for b in blocks])
+        moves = rotate(step.quotient().tensors[0], bases, back=True).split([b.number for b in blocks])
         shaped = [from_blocks(move, b, x.shape) for move, b, x in zip(moves, blocks, gradient.tensors)]
         learn = partial(self._learn_, g, gradient.indices, stacked, c, t)
         return Step(Batch(shaped, True), size=step.size, after=learn)
@@ -248,7 +248,7 @@ class AdaBayesK(AdaBayesFP):
         for index in sorted(range(len(owners)), key=lambda index: -costs[index]):
             blocks, refresh = owners[index]
             load = loads.setdefault(refresh, [0] * refresh)
-            for _ in range(blocks.count if blocks else 0):
+            for _ in range(blocks.number if blocks else 0):
                 slots[index].append(load.index(min(load)))
                 load[slots[index][-1]] += costs[index]
         self._slots = key, slots
@@ -310,7 +310,7 @@ def _entries_of(blocks: Blocks | None) -> dict[str, Entry]:
     if blocks is None:
         return entries
     for side in blocks.sides:
-        squares = blocks.count, blocks.size(side), blocks.size(side)
+        squares = blocks.number, blocks.size(side), blocks.size(side)
         square = Entry(shape=lambda _, squares=squares: squares, low=False)  # type: ignore[misc]
         entries |= {f"factor_{side}": square, f"basis_{side}": square}
     return entries
