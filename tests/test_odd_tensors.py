@@ -240,7 +240,7 @@ def test_state_of_another_shape_is_refused_and_nothing_changes(make: Maker, name
     (_, other), (_, optimizer) = made(4), made(5)
     before = copy.deepcopy(optimizer.state_dict())
     name = r"parameter 2 \(1\.weight\)" if named else "parameter 2"
-    with pytest.raises(ValueError, match=rf"exp_avg of {name} has shape \(4, 3\).*\(5, 3\).*Nothing was changed"):
+    with pytest.raises(ValueError, match=rf"exp_avg of {name} has shape \((1, )?4, 3\).*\(5, 3\).*Nothing was changed"):
         optimizer.load_state_dict(other.state_dict())
     after = optimizer.state_dict()
     assert before["param_groups"] == after["param_groups"]
