@@ -21,7 +21,19 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-__all__ = ["Blocks", "basis_of", "carried", "cut", "factor", "from_blocks", "refreshed", "rotate", "to_blocks"]
+__all__ = [
+    "Blocks",
+    "basis_of",
+    "carried",
+    "cut",
+    "factor",
+    "from_blocks",
+    "refreshed",
+    "rotate",
+    "sorted_by",
+    "spread",
+    "to_blocks",
+]
 
 Array = Any  # torch.Tensor | jax.Array
 Bases = tuple[Array | None, Array | None]  # of both sides: an eigenvector in each column; None where it is not rotated
@@ -47,6 +59,11 @@ class Blocks(NamedTuple):
     def shape(self) -> tuple[int, int, int]:
         """That of all blocks, one after the other."""
         return self.number, self.m, self.n
+
+    @property
+    def cost(self) -> int:
+        """That of refreshing a block's bases, in proportion."""
+        return sum(self.size(side) ** 3 for side in self.sides)
 
     def size(self, side: int) -> int:
         """Return how long a side of a block is."""
@@ -153,6 +170,28 @@ def carried(squares: Array, turns: Bases) -> Array:
     """
     left, right = (None if turn is None else turn * turn for turn in turns)
     return rotate(squares, (left, right))
+
+
+# The schedule
+
+
+def spread(parameters: Sequence[Blocks | None], refresh: int) -> list[int]:
+    """Return at which step, modulo ``refresh``, the first block of each parameter is refreshed; the others follow it.
+
+    One at each step; with more than ``refresh`` of them, every ``refresh``-th. The costliest parameters choose first,
+    so that steps take about equally long.
+
+    >>> spread([cut((256, 128), 128, 16384), cut((128, 128), 128, 16384), None], refresh=3)
+    [0, 2, 0]
+    """
+    loads = [0] * refresh
+    first = [0] * len(parameters)
+    rotated = [(blocks.cost, index, blocks) for index, blocks in enumerate(parameters) if blocks]
+    for _, index, blocks in sorted(rotated, key=lambda one: -one[0]):
+        first[index] = loads.index(min(loads))
+        for place in range(blocks.number):
+            loads[(first[index] + place) % refresh] += blocks.cost
+    return first
 
 
 def _namespace(x: Array) -> Any:

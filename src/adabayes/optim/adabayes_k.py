@@ -22,6 +22,7 @@ from adabayes.eigenbasis import (
     refreshed,
     rotate,
     sorted_by,
+    spread,
     to_blocks,
 )
 from adabayes.optim._checks import check_range, explains_unknown
@@ -168,7 +169,7 @@ class AdaBayesK(AdaBayesFP):
             "stochastic_rounding": stochastic_rounding,
             "seed": seed,
         }
-        self._slots: tuple[Any, list[list[int]]] = ((), [])
+        self._slots: tuple[Any, list[int]] = ((), [])
         super(AdaBayesFP, self).__init__(params, defaults)
 
     def direction(self, gradient: Batch, state: dict[str, Batch], c: _Numbers, t: Scalar) -> Step:
@@ -180,9 +181,11 @@ class AdaBayesK(AdaBayesFP):
         bases = _bases(g, stacked, c, t)
         averages = {name: Batch([stacked[name]], True) for name in ("exp_avg", "exp_avg_sq")}
         step = self._element_by_element(Batch([rotate(g, bases)], True), averages, c, t, axes=(1, 2))
-        moves = rotate(step.quotient().tensors[0], bases, back=True).split([b.number for b in blocks])
+        numbers = [b.number for b in blocks]
+        moves = rotate(step.quotient().tensors[0], bases, back=True).split(numbers)
         shaped = [from_blocks(move, b, x.shape) for move, b, x in zip(moves, blocks, gradient.tensors)]
-        learn = partial(self._learn_, g, gradient.indices, stacked, c, t)
+        due = self._due(gradient.indices, numbers, c.refresh, int(as_float(t)))
+        learn = partial(_learn_, g, stacked, due, c, t)
         return Step(Batch(shaped, True), size=step.size, after=learn)
 
     def _element_by_element(
@@ -197,15 +200,13 @@ class AdaBayesK(AdaBayesFP):
         step = super().direction(gradient, state, c._replace(cautious=False), t)
         return step.cautious(gradient, axes) if c.cautious else step
 
-    def _learn_(self, g: Tensor, indices: Sequence[int], state: dict[str, Tensor], c: _Numbers, t: Scalar) -> None:
-        """Let the factors follow the gradient, and refresh the bases that are due."""
-        if t == 1:  # the first bases have been made of the first gradient
-            return
-        for side in _sides(state):
-            _follow_(state[f"factor_{side}"], g, side, c)
-        slots = (slot for index in indices for slot in self._slots[1][index])
-        if due := [place for place, slot in enumerate(slots) if t % c.refresh == slot]:
-            _refresh_(state, due)
+    def _due(self, indices: Sequence[int], numbers: Sequence[int], refresh: int, t: int) -> list[int]:
+        """Return which blocks are refreshed at this step, of parameters that have so many of them."""
+        first, due = 0, list[int]()
+        for index, number in zip(indices, numbers):
+            due += range(first + (t - self._slots[1][index]) % refresh, first + number, refresh)
+            first += number
+        return due
 
     def numbers(self, group: Group, lr: Scalar) -> Any:
         options = (group[name] for name in ("cautious", "centred", "refresh", "block_size", "max_size", "fused"))
@@ -232,25 +233,20 @@ class AdaBayesK(AdaBayesFP):
         return [{**group, "params": params} for params in parts.values()]
 
     def _spread_refreshes(self) -> None:
-        """Work out at which step, modulo ``refresh``, the bases of each block are refreshed.
+        """Work out at which step, modulo ``refresh``, the bases of each parameter's first block are refreshed.
 
-        They are shared out by cost, the largest first, so that steps take about equally long. That depends on shapes
-        and settings alone, so that a resumed run does the same.
+        That depends on shapes and settings alone, so that a resumed run does the same.
         """
         settings = ("refresh", "block_size", "max_size")
         key = [(len(group["params"]), *(group[name] for name in settings)) for group in self.param_groups]
         if self._slots[0] == key:
             return
         owners = [(_blocks(p, group), group["refresh"]) for group in self.param_groups for p in group["params"]]
-        costs = [sum(blocks.size(side) ** 3 for side in blocks.sides) if blocks else 0 for blocks, _ in owners]
-        loads: dict[int, list[int]] = {}
-        slots: list[list[int]] = [[] for _ in owners]
-        for index in sorted(range(len(owners)), key=lambda index: -costs[index]):
-            blocks, refresh = owners[index]
-            load = loads.setdefault(refresh, [0] * refresh)
-            for _ in range(blocks.number if blocks else 0):
-                slots[index].append(load.index(min(load)))
-                load[slots[index][-1]] += costs[index]
+        slots = [0] * len(owners)
+        for refresh in {refresh for _, refresh in owners}:
+            places = [place for place, (_, other) in enumerate(owners) if other == refresh]
+            for place, slot in zip(places, spread([owners[place][0] for place in places], int(refresh))):
+                slots[place] = slot
         self._slots = key, slots
 
     @_disable_dynamo  # bases are refreshed by decisions of the program
@@ -327,6 +323,16 @@ def _bases(g: Tensor, state: dict[str, Tensor], c: _Numbers, t: Scalar) -> Bases
             _follow_(state[f"factor_{side}"], g, side, c)
             state[f"basis_{side}"].copy_(basis_of(state[f"factor_{side}"]))
     return state.get("basis_0"), state.get("basis_1")
+
+
+def _learn_(g: Tensor, state: dict[str, Tensor], due: list[int], c: _Numbers, t: Scalar) -> None:
+    """Let the factors follow the gradient, and refresh the bases that are due."""
+    if t == 1:  # the first bases have been made of the first gradient
+        return
+    for side in _sides(state):
+        _follow_(state[f"factor_{side}"], g, side, c)
+    if due:
+        _refresh_(state, due)
 
 
 def _follow_(covariance: Tensor, g: Tensor, side: int, c: _Numbers) -> None:
