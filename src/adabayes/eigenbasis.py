@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["basis_of", "carried", "factor", "from_modes", "modes", "refreshed", "rotate", "rows", "sides", "to_modes"]
+__all__ = ["basis_of", "carried", "factor", "from_modes", "modes", "refreshed", "rotate", "rows", "sides", "spread", "to_modes"]
 
 Array = Any  # torch.Tensor | jax.Array
 Bases = Sequence[Array | None]  # of each mode: orthonormal, an eigenvector in each column; None where it is not rotated
@@ -129,6 +129,25 @@ def carried(squares: Array, turns: Bases) -> Array:
     .. math:: V'_{ij} = \sum_{kl} R_{ki}^2 V_{kl} R_{lj}^2
     """
     return rotate(squares, [None if turn is None else turn * turn for turn in turns])
+
+
+# The schedule
+
+
+def spread(costs: Sequence[int], refresh: int) -> list[int]:
+    """Return at which step, modulo ``refresh``, the bases of each parameter are refreshed.
+
+    They are shared out by cost, the largest first, so that steps take about equally long.
+
+    >>> spread([1, 8, 1, 1], refresh=2)
+    [1, 0, 1, 1]
+    """
+    loads = [0] * refresh
+    slots = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        slots[index] = loads.index(min(loads))
+        loads[slots[index]] += costs[index]
+    return slots
 
 
 def _namespace(x: Array) -> Any:

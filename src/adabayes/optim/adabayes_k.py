@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from adabayes.eigenbasis import basis_of, carried, factor, from_modes, modes, refreshed, rotate, rows, sides, to_modes
+from adabayes.eigenbasis import basis_of, carried, factor, from_modes, modes, refreshed, rotate, rows, sides, spread, to_modes
 from adabayes.optim._checks import check_range, explains_unknown
 from adabayes.optim._engine import Batch, Group, Step
 from adabayes.optim._stack import stack, stack_
@@ -209,21 +209,18 @@ class AdaBayesK(AdaBayesFP):
     def _spread_refreshes(self) -> None:
         """Work out at which step, modulo ``refresh``, the bases of each parameter are refreshed.
 
-        They are shared out by cost, the largest first, so that steps take about equally long. That depends on shapes
-        and settings alone, so that a resumed run does the same.
+        That depends on shapes and settings alone, so that a resumed run does the same.
         """
         key = [(len(group["params"]), group["refresh"], group["max_size"]) for group in self.param_groups]
         if self._slots[0] == key:
             return
         owners = [(p, group) for group in self.param_groups for p in group["params"]]
         costs = [sum(n**3 for n in _rotated(p, group["max_size"]).values()) for p, group in owners]
-        loads: dict[int, list[int]] = {}
         slots = [0] * len(owners)
-        for index in sorted(range(len(owners)), key=lambda index: -costs[index]):
-            refresh = owners[index][1]["refresh"]
-            load = loads.setdefault(refresh, [0] * refresh)
-            slots[index] = load.index(min(load))
-            load[slots[index]] += costs[index]
+        for refresh in {group["refresh"] for _, group in owners}:
+            places = [i for i, (_, group) in enumerate(owners) if group["refresh"] == refresh]
+            for place, slot in zip(places, spread([costs[i] for i in places], int(refresh))):
+                slots[place] = slot
         self._slots = key, slots
 
     @_disable_dynamo  # bases are refreshed by decisions of the program
