@@ -19,7 +19,19 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["basis_of", "carried", "factor", "from_modes", "modes", "refreshed", "rotate", "rows", "sides", "spread", "to_modes"]
+__all__ = [
+    "basis_of",
+    "carried",
+    "factor",
+    "from_modes",
+    "modes",
+    "refreshed",
+    "rotate",
+    "rows",
+    "sides",
+    "spread",
+    "to_modes",
+]
 
 Array = Any  # torch.Tensor | jax.Array
 Bases = Sequence[Array | None]  # of each mode: orthonormal, an eigenvector in each column; None where it is not rotated

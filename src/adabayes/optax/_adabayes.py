@@ -134,9 +134,9 @@ def adabayes(
             ``1 - learning_rate * weight_decay``.
         mask: weights to decay, as in ``optax.adamw``.
         base_lr: ``learning_rate`` without its schedule: its peak, as a rule. The filter runs at this rate and
-            ``lr_sgd``. None: ``learning_rate`` itself where that is a number, and its first value where it is a schedule
-            or traced (as by ``inject_hyperparams``); where that is 0, ``lr_sgd / 100``, the paper's ratio, or 1e-3. So
-            give it with a warm-up. With the default ``lr_sgd``, it has no influence on where the gain settles.
+            ``lr_sgd``. None: the first value of ``learning_rate``, be it a number, a schedule or traced (as by
+            ``inject_hyperparams``); where that is 0, ``lr_sgd / 100``, the paper's ratio, or 1e-3. So give it with a
+            warm-up. With the default ``lr_sgd``, it has no influence on where the gain settles.
         dynamics: ``"exact"`` or ``"paper"``, as for :class:`adabayes.AdaBayes`.
         mu_dtype: dtype of the averaged gradient, real or complex. None: that of the rest of the state.
         state_dtype: dtype of the state. None: the parameters', and fp32 for those of less precision. bfloat16 is

@@ -31,14 +31,14 @@ class Settled(NamedTuple):
     b1: Scalar
     b2: Scalar
     ratio: Scalar  # lr_sgd / lr
-    count: jax.Array  # steps, this one included
+    steps: jax.Array  # this one included
     cautious: bool
     centred: bool
 
     def step(self, g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the direction, in units of the learning rate, and both averages."""
         number = caster(nu.dtype)
-        unbias, unbias_square = (1 / bias_correction(b, self.count) for b in (self.b1, self.b2))
+        unbias, unbias_square = (1 / bias_correction(b, self.steps) for b in (self.b1, self.b2))
         seen = g - mu if self.centred else g
         mean = mu + (g - mu) * number(1 - self.b1)
         mean_square = number(self.b2) * nu + number(1 - self.b2) * (seen * seen)
@@ -50,8 +50,9 @@ class Settled(NamedTuple):
 
 def _agreeing(move: jax.Array, gradient: jax.Array) -> jax.Array:
     """Leave out what opposes the newest gradient, and scale up the rest, at most tenfold, to the same length."""
+    tiny = jnp.finfo(move.dtype).tiny  # type: ignore[no-untyped-call]
     kept = jnp.where(move * jnp.sign(gradient) > 0, move, 0.0)
-    share = jnp.abs(kept).sum() / jnp.maximum(jnp.abs(move).sum(), jnp.finfo(move.dtype).tiny)
+    share = jnp.abs(kept).sum() / jnp.maximum(jnp.abs(move).sum(), tiny)
     return kept / jnp.maximum(share, 0.1)
 
 
@@ -111,13 +112,10 @@ def adabayes_fp(
 ) -> optax.GradientTransformation:
     """AdaBayes-FP, Algorithm 2: the filter at its fixed point, AdamW whose epsilon is ``learning_rate / lr_sgd``.
 
-    It gives the same numbers as :class:`adabayes.AdaBayesFP`. Arguments are those of :func:`adabayes`, and
-
-    Args:
-        lr_sgd: None: 1e5 times the base, whatever that is, which is AdamW but for the smallest gradients.
-        b2: decay of the averaged square.
-        cautious: leave out what opposes the newest gradient, and scale up the rest, so that the step stays as long.
-        centred: average the squares of what the average did not foresee, as :class:`adabayes.AdaBayesFP` has it.
+    It gives the same numbers as :class:`adabayes.AdaBayesFP`. Arguments are those of :func:`adabayes`; ``b2`` is the
+    decay of the averaged square. ``lr_sgd=None`` is 1e5 times the base, whatever that is, which is AdamW but for the
+    smallest gradients. ``cautious`` leaves out what opposes the newest gradient, and scales up the rest, so that the
+    step stays as long; ``centred`` averages the squares of what the average did not foresee.
     """
     directions = scale_by_adabayes_fp(
         learning_rate,

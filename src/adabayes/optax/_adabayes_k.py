@@ -13,8 +13,9 @@ import optax
 from adabayes.eigenbasis import basis_of, factor, refreshed, rotate, spread
 from adabayes.optax._adabayes_fp import Settled
 from adabayes.optax._chain import chain
-from adabayes.optax._leaves import Leaves, real_shape
+from adabayes.optax._leaves import Leaves, real_shape, wide_real
 from adabayes.optax._numbers import Rate, Rates, Scalar, TwoRates, caster, check, check_whole, plain
+from adabayes.optax._shardings import beside, split_like, whole
 from adabayes.rates import SETTLED_RATIO
 
 Sides = tuple[jax.Array, ...]  # of each side that is rotated, a square matrix
@@ -83,22 +84,25 @@ def scale_by_adabayes_k(
         def leaf(
             g: jax.Array, mu: jax.Array, nu: jax.Array, factors: Sides, bases: Sides, slot: int
         ) -> tuple[Any, ...]:
-            shape, rotated = g.shape, _rotated(g.shape, size)
-            g, mu, nu = (x.reshape(_modes(shape, size)) for x in (g, mu, nu))
+            given, rotated = (g, mu, nu), _rotated(g.shape, size)
+            if not rotated:
+                return *c.step(g, mu, nu), factors, bases, slot
+            g, mu, nu = (whole(x).reshape(_modes(x.shape, size)) for x in given)
             factors = tuple(_followed(f, g, side, b2) for f, side in zip(factors, rotated))
-            bases = _when(count == 1, _first, (factors, bases))[1]
+            (bases,) = _when(count == 1, _first_of(rotated), (bases,), g)
             turn = _by_side(bases, rotated, g.ndim)
             move, mean, square = c.step(rotate(g, turn), mu, nu)
             move = rotate(move, turn, back=True)
             due = (count > 1) & (count % period == slot)
             mean, square, factors, bases = _when(due, _refresher(rotated), (mean, square, factors, bases))
-            return *(x.reshape(shape) for x in (move, mean, square)), factors, bases, slot
+            shaped = (split_like(x.reshape(like.shape), like) for x, like in zip((move, mean, square), given))
+            return *shaped, factors, bases, slot
 
         columns = state.mu, state.nu, state.factors, state.bases, _slots(state, updates, period)
         with jax.default_matmul_precision("highest"):  # bases are to stay orthonormal, also on accelerators
-            directions, *entries, _ = leaves.update(leaf, count, updates, params, *columns)
+            directions, mu, nu, factors, bases, _ = leaves.update(leaf, count, updates, params, *columns)
         now = Rates.of(*rates.of(base_lr)), jnp.asarray(b2, float)
-        return directions, ScaleByAdaBayesKState(count, *entries, *now)
+        return directions, ScaleByAdaBayesKState(count, mu, nu, factors, bases, *now)
 
     return optax.GradientTransformation(init, update)
 
@@ -123,19 +127,32 @@ def adabayes_k(
     """AdaBayes-K: the paper's filter for a whole weight matrix, in the eigenbasis of its gradients.
 
     It gives the same numbers as :class:`adabayes.AdaBayesK`, which has more to say about the method. Use it for a whole
-    model, in the place of ``optax.adamw``: vectors and numbers get AdaBayes-FP. Arguments are those of
-    :func:`adabayes_fp`, and
-
-    Args:
-        learning_rate: begin with three times that of ``optax.adamw``.
-        refresh: steps from one update of a basis to the next. None: 10. It decides what is compiled, as ``max_size``
-            does: with ``inject_hyperparams``, leave both out or name them in ``static_args``.
-        max_size: of a side that is rotated. None: 2048. A matrix takes 2 (m² + n²) numbers of state beside adamw's 2 mn.
-        state_dtype: dtype of the two averages; factors and bases stay fp32, or float64 for parameters of that.
+    model, in the place of ``optax.adamw``: vectors and numbers get AdaBayes-FP.
 
     The last axis of an array is taken as that of the outputs, as in Flax; a convolution is a matrix, (height * width *
     in) x out, as long as that has at most ``max_size`` rows, and else has three modes: (height * width) x in x out. So
     the numbers are those of torch, whose first axis is that of the outputs, for the transpose.
+
+    Args:
+        learning_rate: begin with three times that of ``optax.adamw``; a number, a schedule or a traced array.
+        lr_sgd: the highest learning rate that a direction can get, in units of the averaged gradient. None: 1e5 times
+            the base, whatever that is.
+        b1: decay of the averaged gradient.
+        b2: decay of its averaged square and covariances.
+        weight_decay: decoupled, as in ``optax.adamw``.
+        mask: weights to decay, as in ``optax.adamw``.
+        base_lr: ``learning_rate`` without its schedule, as for :func:`adabayes`; it matters only where ``lr_sgd`` is
+            given.
+        refresh: steps from one update of a basis to the next. None: 10. It decides what is compiled, as ``max_size``
+            does: with ``inject_hyperparams``, leave both out or name them in ``static_args``.
+        max_size: of a side that is rotated. None: 2048. A matrix takes 2 (m² + n²) numbers of state beside the 2 mn of
+            ``optax.adamw``.
+        cautious: leave out what opposes the newest gradient, and scale up the rest, so that the step stays as long.
+        centred: average the squares of what the average did not foresee, as :class:`adabayes.AdaBayesK` has it.
+        mu_dtype: dtype of the averaged gradient, real or complex. None: that of the averaged square.
+        state_dtype: dtype of the two averages, as for :func:`adabayes`; factors and bases stay fp32, or float64 for
+            parameters of that.
+        seed: seed of the rounding of bfloat16.
     """
     directions = scale_by_adabayes_k(
         learning_rate,
@@ -172,8 +189,8 @@ def _rotated(shape: tuple[int, ...], max_size: int) -> tuple[int, ...]:
 def _squares(make: Callable[..., jax.Array], p: Any, size: int) -> Sides:
     """Return a square matrix for each side of a parameter that is rotated."""
     shape = real_shape(p)
-    dtype = jnp.finfo(jnp.promote_types(jnp.result_type(p), jnp.float32)).dtype
-    return tuple(make(_modes(shape, size)[side], dtype=dtype) for side in _rotated(shape, size))
+    dtype = wide_real(jnp.result_type(p))
+    return tuple(beside(p, make(_modes(shape, size)[side], dtype=dtype)) for side in _rotated(shape, size))
 
 
 def _slots(state: ScaleByAdaBayesKState, updates: optax.Updates, refresh: int) -> Any:
@@ -191,12 +208,15 @@ def _by_side(squares: Sides, rotated: tuple[int, ...], rank: int) -> list[jax.Ar
 def _followed(covariance: jax.Array, g: jax.Array, side: int, b2: Scalar) -> jax.Array:
     """Return a factor after a gradient: A = b2 A + (1 - b2) G G^T."""
     number = caster(covariance.dtype)
-    return number(b2) * covariance + number(1 - b2) * factor(g.astype(covariance.dtype), side, g.ndim)
+    after: jax.Array = number(b2) * covariance + number(1 - b2) * factor(g.astype(covariance.dtype), side, g.ndim)
+    return after
 
 
-def _first(factors: Sides, bases: Sides) -> tuple[Sides, Sides]:
-    """Make the first bases, of the first gradient."""
-    return factors, tuple(map(basis_of, factors))
+def _first_of(rotated: tuple[int, ...]) -> Callable[..., tuple[Sides]]:
+    """Return a function that makes the first bases, of the first gradient."""
+    return lambda bases, g: (
+        tuple(basis_of(factor(g.astype(b.dtype), side, g.ndim)) for b, side in zip(bases, rotated)),
+    )
 
 
 def _refresher(rotated: tuple[int, ...]) -> Callable[..., Any]:
@@ -215,32 +235,41 @@ def _refresher(rotated: tuple[int, ...]) -> Callable[..., Any]:
     return refresh
 
 
-def _when(condition: jax.Array, change: Callable[..., Any], operands: Any) -> Any:
-    """Return ``change(*operands)`` if the condition holds, and else the operands; what is not needed costs nothing.
+def _when(condition: jax.Array, change: Callable[..., Any], operands: Any, *others: Any) -> Any:
+    """Return ``change(*operands, *others)`` if the condition holds, and else the operands.
 
-    ``vmap`` turns a ``cond`` with many conditions into a choice between both results. Here it stays a ``cond``, on
-    whether any of them holds: as a rule, all models of a ``vmap`` are at the same step.
+    Arrays leave the ``cond`` flat, for LAPACK's are in columns: else XLA would transpose all others at each step.
+
+    ``vmap`` turns a ``cond`` with many conditions into a choice between both results, which costs both. Here it stays a
+    ``cond``, on whether any of them holds: as a rule, all models of a ``vmap`` are at the same step.
     """
-    if not jax.tree.leaves(operands):
-        return operands
+    many = len(operands)
 
-    @jax.custom_batching.custom_vmap
-    def chosen(condition: jax.Array, operands: Any) -> Any:
-        return jax.lax.cond(condition, lambda x: change(*x), lambda x: x, operands)
+    def flat(arrays: Any) -> Any:
+        return jax.tree.map(jnp.ravel, tuple(arrays))
 
-    @chosen.def_vmap
-    def of_many(count: int, batched: Any, condition: jax.Array, operands: Any) -> Any:
-        spread_out = jax.tree.map(
-            lambda x, has: x if has else jnp.broadcast_to(x, (count, *jnp.shape(x))), operands, batched[1]
+    def by_cond(condition: jax.Array, *arrays: Any) -> Any:
+        return jax.lax.cond(condition, lambda *x: flat(change(*x)), lambda *x: flat(x[:many]), *arrays)
+
+    batchable = jax.custom_batching.custom_vmap(by_cond)
+
+    @batchable.def_vmap
+    def of_many(count: int, batched: Any, condition: jax.Array, *arrays: Any) -> Any:
+        every = jax.tree.map(
+            lambda x, has: x if has else jnp.broadcast_to(x, (count, *x.shape)), arrays, tuple(batched[1:])
         )
+        holds = jnp.broadcast_to(condition, (count,))
 
-        def all_changed(*before: Any) -> Any:
-            after = jax.vmap(change)(*before)
-            if not batched[0]:
-                return after
-            return jax.tree.map(lambda a, b: jnp.where(condition.reshape(-1, *[1] * (a.ndim - 1)), a, b), after, before)
+        def where_it_holds(*given: Any) -> Any:
+            def leaf(after: jax.Array, before: jax.Array) -> jax.Array:
+                return jnp.where(given[-1].reshape(-1, *[1] * (after.ndim - 1)), after, before)
 
-        found = _when(condition.any(), all_changed, spread_out)
-        return found, jax.tree.map(lambda _: True, found)
+            return jax.tree.map(leaf, tuple(jax.vmap(change)(*given[:-1])), tuple(given[:many]))
 
-    return chosen(condition, operands)
+        found = _when(condition.any(), where_it_holds, every[:many], *every[many:], holds)
+        return jax.tree.map(lambda x: x.reshape(count, -1), found), jax.tree.map(lambda _: True, found)
+
+    differentiable = jax.custom_jvp(batchable)  # in reverse, too, which what batches by a rule of its own is not
+    differentiable.defjvp(lambda primals, tangents: jax.jvp(by_cond, primals, tangents))
+    found = differentiable(condition, *operands, *others)
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), found, tuple(operands))

@@ -27,6 +27,11 @@ def real_shape(leaf: Any) -> tuple[int, ...]:
     return (2, *jnp.shape(leaf)) if is_complex(leaf) else jnp.shape(leaf)
 
 
+def wide_real(dtype: Any) -> Any:
+    """Return the precision in which to calculate: that of the parts of complex numbers, and fp32 at least."""
+    return jnp.finfo(_wide(dtype)).dtype  # type: ignore[no-untyped-call]
+
+
 def real_view(x: jax.Array) -> jax.Array:
     """Return the parts of complex numbers along a first axis, and real ones as they are."""
     return jnp.stack([x.real, x.imag]) if is_complex(x) else x
@@ -108,7 +113,7 @@ class Leaves:
         shape = s.shape[1:] if parts and not is_complex(s) else s.shape
         if not jnp.shape(g) == jnp.shape(p) == shape:
             raise ValueError(_misshapen(updates, i, jnp.shape(p), shape))
-        wide = jnp.finfo(_wide(s.dtype)).dtype
+        wide = wide_real(s.dtype)
 
         def taken(x: Any, kind: Any) -> jax.Array:
             """Return numbers as ``leaf`` works with them."""
@@ -169,7 +174,6 @@ def _complex_view(x: jax.Array) -> jax.Array:
 
 
 def _wide(dtype: Any) -> Any:
-    """Return the precision in which to calculate."""
     return jnp.promote_types(dtype, jnp.float32)
 
 

@@ -23,8 +23,9 @@ def regimes(state: Any, learning_rate: float | None = None) -> Regimes:
     """Tell which weights move like SGD and which like Adam, from the state of an optimizer or of a chain that has one.
 
     Args:
-        state: result of ``init`` or ``update``, of :func:`adabayes`, :func:`adabayes_fp`, :func:`adabayes_k` or anything
-            around them. Of :func:`adabayes_k`, regimes are those of eigendirections: a matrix has as many as weights.
+        state: result of ``init`` or ``update``, of :func:`adabayes`, :func:`adabayes_fp`, :func:`adabayes_k` or
+            anything around them. Of :func:`adabayes_k`, they are those of eigendirections: a matrix has as many as
+            weights.
         learning_rate: its present value, for all weights. None: that of the filter, which is the base or, under
             ``dynamics="paper"``, that of the last step.
     """

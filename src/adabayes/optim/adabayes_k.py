@@ -11,7 +11,19 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from adabayes.eigenbasis import basis_of, carried, factor, from_modes, modes, refreshed, rotate, rows, sides, spread, to_modes
+from adabayes.eigenbasis import (
+    basis_of,
+    carried,
+    factor,
+    from_modes,
+    modes,
+    refreshed,
+    rotate,
+    rows,
+    sides,
+    spread,
+    to_modes,
+)
 from adabayes.optim._checks import check_range, explains_unknown
 from adabayes.optim._engine import Batch, Group, Step
 from adabayes.optim._stack import stack, stack_
