@@ -85,6 +85,6 @@ def warn_if_closed(lr: float, lr_sgd: float, batch_size: float | None) -> None:
     if batch_size is not None and lr <= lr_sgd < 10 * batch_size * lr * lr:
         warn(
             f"batch_size={batch_size:g} at lr={lr:g} leaves AdaBayes no room to be like Adam, which it is for "
-            f"gradients from lr / lr_sgd = {lr / lr_sgd:.2g} to 1 / (batch_size * lr) = {1 / (batch_size * lr):.2g}; larger "
-            "ones get less and less. Leave batch_size out, lower it, or take AdaBayes-FP, which needs none."
+            f"gradients from lr / lr_sgd = {lr / lr_sgd:.2g} to 1 / (batch_size * lr) = {1 / (batch_size * lr):.2g}; "
+            "larger ones get less and less. Leave batch_size out, lower it, or take AdaBayes-FP, which needs none."
         )

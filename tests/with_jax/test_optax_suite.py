@@ -42,10 +42,10 @@ def borrowed(module: str, tables: dict[str, str]) -> types.ModuleType:
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     replaced = 0
     for node in tree.body:
-        if isinstance(node, ast.Assign) and (name := getattr(node.targets[0], "id", None)) in tables:
-            if name not in ast.unparse(node.value):  # not where it is only made a tuple
-                node.value = ast.parse(tables[str(name)], mode="eval").body
-                replaced += 1
+        name = getattr(node.targets[0], "id", "") if isinstance(node, ast.Assign) else ""
+        if name in tables and name not in ast.unparse(node.value):  # not where it is only made a tuple
+            node.value = ast.parse(tables[name], mode="eval").body
+            replaced += 1
     assert replaced == len(tables)
     found = types.ModuleType(f"borrowed_{module.rpartition('.')[2]}")
     sys.modules[found.__name__] = found
@@ -89,7 +89,7 @@ def test_what_optax_asks_of_contributions_and_of_what_mechanize_wraps(in_place_o
 
 @pytest.mark.long
 def test_what_optax_asks_of_shardings() -> None:
-    """On 8 devices; where optax compares versions of JAX as strings, and so takes 0.10 for older than 0.7, it is told."""
+    """On 8 devices. Optax compares versions of JAX as strings, and so takes 0.10 for older than 0.7: it is told another."""
     script = f"""
 import jax, optax
 import adabayes.optax as ours
@@ -129,13 +129,14 @@ def test_wrappers_minimise(name: str, wrapper: str) -> None:
         optimizer = optax.lookahead(make(1e-2), sync_period=5, slow_step_size=0.5)
         params = optax.LookaheadParams.init_synced(params)
 
-    def step(carry: Any, _: Any) -> Any:
+    def step(carry: Any, noise: Any) -> Any:  # without which a gradient may vanish, and sam divide it by its norm
         params, state = carry
-        grads = jax.tree.map(lambda p, t: 2 * (p - t), getattr(params, "fast", params), target)
+        grads = jax.tree.map(lambda p, t: 2 * (p - t) + noise, getattr(params, "fast", params), target)
         updates, state = optimizer.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), None
 
-    (params, state), _ = jax.lax.scan(step, (params, optimizer.init(params)), length=2000)
+    noises = 1e-2 * jax.random.normal(jax.random.key(0), (2000,))
+    (params, state), _ = jax.lax.scan(step, (params, optimizer.init(params)), noises)
     if wrapper == "schedule_free":
         params = optax.contrib.schedule_free_eval_params(state, params)
     for name, value in getattr(params, "slow", params).items():
