@@ -1,4 +1,4 @@
-"""AdaBayes in JAX: a Flax network on handwritten digits, with optax.adamw, AdaBayes and AdaBayes-FP.
+"""AdaBayes in JAX: a Flax network on handwritten digits, with optax.adamw, AdaBayes, AdaBayes-FP and AdaBayes-K.
 
     python examples/jax_flax.py [--epochs 20]
 
@@ -18,7 +18,7 @@ from flax import nnx
 from rich.progress import track
 from sklearn.datasets import load_digits
 
-from adabayes.optax import adabayes, adabayes_fp, regimes
+from adabayes.optax import adabayes, adabayes_fp, adabayes_k, regimes
 
 BATCH = 64
 
@@ -41,6 +41,7 @@ def optimizers(steps: int) -> dict[str, optax.GradientTransformation]:
         "optax.adamw": optax.adamw(schedule, weight_decay=0.01),
         "AdaBayes": adabayes(schedule, lr_sgd=1.0, batch_size=BATCH, weight_decay=0.01, base_lr=peak),
         "AdaBayes-FP": adabayes_fp(schedule, lr_sgd=1.0, weight_decay=0.01, base_lr=peak),
+        "AdaBayes-K": adabayes_k(schedule, weight_decay=0.01),
     }
 
 

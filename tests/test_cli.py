@@ -262,6 +262,10 @@ def test_bench_measures_jax_too() -> None:
     assert done.returncode == 0, done.stderr
     for name in ("optax.adamw", "AdaBayes"):
         assert f"\n{name} " in done.stdout
+    done = adabayes("bench", "--backend", "jax", "--matrix", "--workload", "tiny", "--repeats", "1")
+    assert done.returncode == 0, done.stderr
+    assert "\nAdaBayes-K " in done.stdout
+    assert "\noptax.contrib.muon " in done.stdout
     done = adabayes("bench", "--backend", "jax", "--threads", "1")
     assert done.returncode == 2
     assert "taskset" in done.stderr

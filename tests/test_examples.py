@@ -69,7 +69,7 @@ def test_correlations_prints_a_verdict_and_draws(tmp_path: Path) -> None:
 def test_jax_flax_learns_and_tells_regimes() -> None:
     printed = output(EXAMPLES / "jax_flax.py", "--epochs", "8")
     found = errors(printed)
-    assert list(found) == ["optax.adamw", "AdaBayes", "AdaBayes-FP"]
+    assert list(found) == ["optax.adamw", "AdaBayes", "AdaBayes-FP", "AdaBayes-K"]
     assert max(found.values()) < 10, found
     assert re.search(r"^hidden1\.kernel ", printed, re.MULTILINE), printed
 

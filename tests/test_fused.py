@@ -86,6 +86,7 @@ def assert_close(fused: Any, single: Any, dtype: torch.dtype) -> None:
             torch.testing.assert_close(state[name], other[name], rtol=40 * ulp, atol=8 * ulp * scale)
 
 
+@pytest.mark.filterwarnings("ignore:batch_size=.*leaves AdaBayes no room")
 @settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from(VARIANTS),
@@ -112,6 +113,7 @@ def test_fused_equals_single(
     assert_close(fused, single, dtype)
 
 
+@pytest.mark.filterwarnings("ignore:batch_size=.*leaves AdaBayes no room")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("state_dtype", [None, torch.bfloat16])
 def test_every_number_of_threads_gives_the_same_bits(
@@ -132,6 +134,7 @@ def test_every_number_of_threads_gives_the_same_bits(
         assert_same(results[0], other)
 
 
+@pytest.mark.filterwarnings("ignore:batch_size=.*leaves AdaBayes no room")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -184,7 +184,7 @@ def test_groups_agree() -> None:
     half = WEIGHTS // 2
     parts = [torch.from_numpy(case.start[:half].copy()), torch.from_numpy(case.start[half:].copy())]
     groups = [{"params": parts[:1], "weight_decay": 0.05}, {"params": parts[1:], "lr": 3e-4}]
-    optimizer = AdaBayes(groups, lr=1e-3, lr_sgd=0.1)  # what scales lr scales lr_sgd
+    optimizer = AdaBayes(groups, lr=1e-3, lr_sgd=0.1, batch_size=BATCH)  # what scales lr scales lr_sgd
     for g in case.gradients:
         parts[0].grad, parts[1].grad = torch.from_numpy(g[:half].copy()), torch.from_numpy(g[half:].copy())
         optimizer.step()

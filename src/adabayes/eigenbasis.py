@@ -175,22 +175,26 @@ def carried(squares: Array, turns: Bases) -> Array:
 # The schedule
 
 
-def spread(parameters: Sequence[Blocks | None], refresh: int) -> list[int]:
+def spread(costs: Sequence[int], numbers: Sequence[int], refresh: int) -> list[int]:
     """Return at which step, modulo ``refresh``, the first block of each parameter is refreshed; the others follow it.
 
     One at each step; with more than ``refresh`` of them, every ``refresh``-th. The costliest parameters choose first,
     so that steps take about equally long.
 
-    >>> spread([cut((256, 128), 128, 16384), cut((128, 128), 128, 16384), None], refresh=3)
-    [0, 2, 0]
+    Args:
+        costs: of a block of each parameter.
+        numbers: of blocks that each parameter has.
+        refresh: steps from one refresh of a block to the next.
+
+    >>> spread([8, 1, 8, 1], [2, 1, 1, 1], refresh=3)
+    [0, 0, 2, 1]
     """
     loads = [0] * refresh
-    first = [0] * len(parameters)
-    rotated = [(blocks.cost, index, blocks) for index, blocks in enumerate(parameters) if blocks]
-    for _, index, blocks in sorted(rotated, key=lambda one: -one[0]):
+    first = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         first[index] = loads.index(min(loads))
-        for place in range(blocks.number):
-            loads[(first[index] + place) % refresh] += blocks.cost
+        for place in range(numbers[index]):
+            loads[(first[index] + place) % refresh] += costs[index]
     return first
 
 

@@ -10,13 +10,25 @@ from typing import Any
 
 from adabayes._warn import warn
 
-__all__ = ["RATIO", "SETTLED_RATIO", "USUAL_LR", "base_lr_of", "lr_sgd_of", "warn_if_papers", "warn_if_swapped"]
+__all__ = [
+    "RATIO",
+    "SETTLED_RATIO",
+    "USUAL_LR",
+    "WINDOW",
+    "base_lr_of",
+    "batch_size_of",
+    "lr_sgd_of",
+    "warn_if_closed",
+    "warn_if_papers",
+    "warn_if_swapped",
+]
 
 Number = Any  # float, or an array that JAX traces
 
 USUAL_LR = 1e-3
 RATIO = 100.0  # lr_sgd / lr in the paper
 SETTLED_RATIO = 1e5  # of AdaBayes-FP and AdaBayes-K, by the evidence: nowhere worse than AdamW at the same lr
+WINDOW = 100.0  # gradient up to which AdaBayes is Adam-like, where batch_size is not given
 
 
 def base_lr_of(lr: Number | None, lr_sgd: Number | None, ratio: float = RATIO) -> Number:
@@ -34,6 +46,15 @@ def lr_sgd_of(base_lr: Number, like: tuple[Number, Number | None] = (USUAL_LR, N
     """Return the ``lr_sgd`` of a base learning rate: in the ratio of another such pair, or in a usual one."""
     other_base, other_lr_sgd = like
     return ratio * base_lr if other_lr_sgd is None else other_lr_sgd * (base_lr / other_base)
+
+
+def batch_size_of(batch_size: Number | None, base_lr: Number) -> Number:
+    """Return the ``batch_size`` of AdaBayes's filter.
+
+    Where it is not known, it is what keeps the Adam-like window, which ends at ``1 / (batch_size * base_lr)``, open to
+    gradients of ``WINDOW``, whatever the learning rate.
+    """
+    return 1 / (WINDOW * base_lr) if batch_size is None else batch_size
 
 
 # Settings that are permitted, and rarely meant
@@ -56,4 +77,14 @@ def warn_if_papers(lr: float, weight_decay: float) -> None:
             f"weight_decay={weight_decay:g} takes {lr * weight_decay:.1g} of each weight in a step, next to nothing: "
             "as in AdamW, a step multiplies weights by 1 - lr * weight_decay. If this is the paper's lambda, or "
             f"weight_drift of its author's code, give lambda / lr, here {weight_decay / lr:.3g}."
+        )
+
+
+def warn_if_closed(lr: float, lr_sgd: float, batch_size: float | None) -> None:
+    """Warn if hardly any gradients are left for which AdaBayes is Adam-like."""
+    if batch_size is not None and lr <= lr_sgd < 10 * batch_size * lr * lr:
+        warn(
+            f"batch_size={batch_size:g} at lr={lr:g} leaves AdaBayes no room to be like Adam, which it is for "
+            f"gradients from lr / lr_sgd = {lr / lr_sgd:.2g} to 1 / (batch_size * lr) = {1 / (batch_size * lr):.2g}; "
+            "larger ones get less and less. Leave batch_size out, lower it, or take AdaBayes-FP, which needs none."
         )

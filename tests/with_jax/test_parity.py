@@ -52,7 +52,11 @@ def test_a_partition_agrees() -> None:
     with enable_x64(True):
         labels = {"first": "usual", "second": "slow"}
         partition = optax.partition(
-            {"usual": ours.adabayes(1e-3, 0.1, weight_decay=0.05), "slow": ours.adabayes(3e-4)}, labels
+            {
+                "usual": ours.adabayes(1e-3, 0.1, BATCH, weight_decay=0.05),
+                "slow": ours.adabayes(3e-4, batch_size=BATCH),
+            },
+            labels,
         )
         params = {"first": jnp.asarray(case.start[:half]), "second": jnp.asarray(case.start[half:])}
         state = partition.init(params)

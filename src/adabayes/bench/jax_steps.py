@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from adabayes.optax import adabayes, adabayes_fp  # isort: skip  # first, for it says what to install
+from adabayes.optax import adabayes, adabayes_fp, adabayes_k  # isort: skip  # first, for it says what to install
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import optax
 from adabayes.bench.measure import Step
 from adabayes.bench.workloads import Workload
 
-__all__ = ["BASELINE", "optimizers", "roof", "steps"]
+__all__ = ["BASELINE", "matrix_optimizers", "optimizers", "roof", "steps"]
 
 BASELINE = "optax.adamw"
 
@@ -32,13 +32,24 @@ def optimizers() -> dict[str, Callable[[], optax.GradientTransformation]]:
     }
 
 
+def matrix_optimizers() -> dict[str, Callable[[], optax.GradientTransformation]]:
+    """Return the optimizers that work on whole matrices; of optax's own, Muon is the nearest."""
+    element_wise = {"max_size": 1, "cautious": False}
+    return {
+        BASELINE: optimizers()[BASELINE],
+        "AdaBayes-K": lambda: adabayes_k(1e-3, weight_decay=0.01),
+        "AdaBayes-K, its element-wise part": lambda: adabayes_k(1e-3, weight_decay=0.01, **element_wise),
+        "optax.contrib.muon": lambda: optax.contrib.muon(1e-3, weight_decay=0.01),
+    }
+
+
 def steps(workload: Workload, names: Sequence[str]) -> dict[str, Step]:
     """Make each optimizer with parameters of its own, and gradients that all share."""
     random = np.random.default_rng(0)
     shapes = workload.shapes()
     start = [jnp.asarray(random.standard_normal(shape, np.float32)) for shape in shapes]
     grads = [jnp.asarray(np.float32(0.01) * random.standard_normal(shape, np.float32)) for shape in shapes]
-    makers = optimizers()
+    makers = {**matrix_optimizers(), **optimizers()}
     return {name: _step(makers[name](), [jnp.copy(p) for p in start], grads) for name in names}
 
 

@@ -59,8 +59,6 @@ class Settings:
         """Fill in what is not given, and check the rest."""
         if backend == "jax" and threads is not None:
             raise ValueError("JAX takes the cores that the process may use: taskset -c 0 adabayes bench ...")
-        if backend == "jax" and matrix:
-            raise ValueError("--matrix is for torch; leave out --backend jax")
         module = _module(backend)
         known = list(module.matrix_optimizers() if matrix else module.optimizers())
         chosen = tuple(optimizers or [name for name in known if not (quick and "single" in name)])

@@ -18,15 +18,19 @@ except ImportError as error:
 
 from adabayes.optax._adabayes import ScaleByAdaBayesState, adabayes, scale_by_adabayes
 from adabayes.optax._adabayes_fp import ScaleByAdaBayesFPState, adabayes_fp, scale_by_adabayes_fp
+from adabayes.optax._adabayes_k import ScaleByAdaBayesKState, adabayes_k, scale_by_adabayes_k
 from adabayes.optax._numbers import Rates as Rates  # not public, but pickled states name it
 from adabayes.optax._regimes import regimes
 
 __all__ = [
     "ScaleByAdaBayesFPState",
+    "ScaleByAdaBayesKState",
     "ScaleByAdaBayesState",
     "adabayes",
     "adabayes_fp",
+    "adabayes_k",
     "regimes",
     "scale_by_adabayes",
     "scale_by_adabayes_fp",
+    "scale_by_adabayes_k",
 ]

@@ -12,8 +12,8 @@ import optax
 from adabayes import filtering
 from adabayes.optax._chain import chain
 from adabayes.optax._leaves import Leaves
-from adabayes.optax._numbers import Rate, Rates, Scalar, bias_correction, caster, check, plain, resolve_rates
-from adabayes.rates import RATIO
+from adabayes.optax._numbers import Rate, Rates, Scalar, TwoRates, bias_correction, caster, check, plain
+from adabayes.rates import RATIO, batch_size_of
 
 
 class ScaleByAdaBayesState(NamedTuple):
@@ -27,12 +27,13 @@ class ScaleByAdaBayesState(NamedTuple):
     mu: optax.Updates
     gain: optax.Updates
     rates: Rates
+    base_lr: jax.Array | None = None  # which version 0.1 did not keep
 
 
 def scale_by_adabayes(
     learning_rate: Rate = 1e-3,
     lr_sgd: Scalar | None = None,
-    batch_size: Scalar = 128,
+    batch_size: Scalar | None = None,
     b1: Scalar = 0.9,
     *,
     base_lr: Scalar | None = None,
@@ -45,23 +46,27 @@ def scale_by_adabayes(
 
     Arguments are those of :func:`adabayes`.
     """
-    base_lr, lr_sgd = resolve_rates(learning_rate, base_lr, lr_sgd, RATIO)
+    rates = TwoRates(learning_rate, base_lr, lr_sgd, RATIO)
     learning_rate, batch_size, b1 = map(plain, (learning_rate, batch_size, b1))
     check("batch_size", batch_size, 1, math.inf)
     check("b1", b1, 0, 1)
     if dynamics not in ("exact", "paper"):
         raise ValueError(f"Invalid dynamics: {dynamics!r}. It must be 'exact' or 'paper'.")
+    rates.warn_if_closed(batch_size)
     leaves = Leaves(mu_dtype, state_dtype, seed)
     exact = dynamics == "exact"
-    k = filtering.drift(base_lr, lr_sgd, batch_size)
 
     def init(params: optax.Params) -> ScaleByAdaBayesState:
         counts = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)  # two buffers, so that both can be donated
-        return ScaleByAdaBayesState(*counts, *leaves.zeros(params), Rates.of(base_lr, lr_sgd))
+        initial = rates.initial()
+        return ScaleByAdaBayesState(*counts, *leaves.zeros(params), initial, jnp.copy(initial.lr))
 
     def update(
         updates: optax.Updates, state: ScaleByAdaBayesState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByAdaBayesState]:
+        base_lr, lr_sgd = rates.of(state.rates.lr if state.base_lr is None else state.base_lr)
+        examples = batch_size_of(batch_size, base_lr)
+        k = filtering.drift(base_lr, lr_sgd, examples)
         schedule: Scalar = 1.0
         if not exact:
             schedule = (learning_rate(state.count) if callable(learning_rate) else learning_rate) / base_lr
@@ -83,14 +88,15 @@ def scale_by_adabayes(
                 start, waits = number(lr_sgd * schedule), paused
                 flow = filtering.euler(number(k * schedule), number(lr_sgd * schedule))
             prior = filtering.predict(jnp.where(unstarted, start, gain), flow)  # Eq. 17b
-            posterior = filtering.update(prior, filtering.curvature(g, number(batch_size)))  # Eq. 18a
+            posterior = filtering.update(prior, filtering.curvature(g, number(examples)))  # Eq. 18a
             posterior = jnp.where(waits, 0 if exact else gain, posterior)  # as it was; a 0 is faster
             return posterior * mean * number(scale), mean, posterior
 
         directions, mu, gain = leaves.update(leaf, steps, updates, params, state.mu, state.gain)
-        rates = Rates.of(base_lr * schedule, lr_sgd * schedule)
-        rates = jax.tree.map(lambda old, new: jnp.where(paused, old, new), state.rates, rates)
-        return directions, ScaleByAdaBayesState(optax.safe_increment(state.count), steps, mu, gain, rates)
+        now = Rates.of(base_lr * schedule, lr_sgd * schedule)
+        now = jax.tree.map(lambda old, new: jnp.where(paused, old, new), state.rates, now)
+        count, base = optax.safe_increment(state.count), jnp.asarray(base_lr, float)
+        return directions, ScaleByAdaBayesState(count, steps, mu, gain, now, base)
 
     return optax.GradientTransformation(init, update)
 
@@ -98,7 +104,7 @@ def scale_by_adabayes(
 def adabayes(
     learning_rate: Rate = 1e-3,
     lr_sgd: Scalar | None = None,
-    batch_size: Scalar = 128,
+    batch_size: Scalar | None = None,
     b1: Scalar = 0.9,
     weight_decay: Scalar = 0.0,
     mask: Any = None,
@@ -121,17 +127,18 @@ def adabayes(
             None: 100 times the base, the paper's ratio.
         batch_size: examples in a whole step, over all devices and accumulated gradients; in language models, tokens.
             It matters: it sets the upper end of the Adam-like window, ``1 / (batch_size * learning_rate)``; gradients
-            above get less than Adam's learning rate. When in doubt, take :func:`adabayes_fp`, which does not need it.
+            above get less than Adam's learning rate. None, unknown: as if it were ``0.01 / base_lr``, which keeps the
+            window open to gradients of 100. When in doubt, take :func:`adabayes_fp`, which does not need it.
         b1: decay of the averaged gradient (momentum).
         weight_decay: decoupled, as in ``optax.adamw``: each step multiplies weights by
             ``1 - learning_rate * weight_decay``.
         mask: weights to decay, as in ``optax.adamw``.
         base_lr: ``learning_rate`` without its schedule: its peak, as a rule. The filter runs at this rate and
-            ``lr_sgd``. None: ``learning_rate`` itself where that is a number; where it is a schedule or traced (as by
-            ``inject_hyperparams``), ``lr_sgd / 100``, the paper's ratio, or 1e-3. So give it where you mean another
-            ratio. With the default ``lr_sgd``, it has no influence on where the gain settles.
+            ``lr_sgd``. None: the first value of ``learning_rate``, be it a number, a schedule or traced (as by
+            ``inject_hyperparams``); where that is 0, ``lr_sgd / 100``, the paper's ratio, or 1e-3. So give it with a
+            warm-up. With the default ``lr_sgd``, it has no influence on where the gain settles.
         dynamics: ``"exact"`` or ``"paper"``, as for :class:`adabayes.AdaBayes`.
-        mu_dtype: dtype of the averaged gradient. None: that of the rest of the state.
+        mu_dtype: dtype of the averaged gradient, real or complex. None: that of the rest of the state.
         state_dtype: dtype of the state. None: the parameters', and fp32 for those of less precision. bfloat16 is
             rounded stochastically, for the filter's changes are smaller than half its precision; with the same random
             bits as in torch.

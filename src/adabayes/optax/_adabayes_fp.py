@@ -11,7 +11,7 @@ import optax
 from adabayes import filtering
 from adabayes.optax._chain import chain
 from adabayes.optax._leaves import Leaves
-from adabayes.optax._numbers import Rate, Rates, Scalar, bias_correction, caster, check, plain, resolve_rates
+from adabayes.optax._numbers import Rate, Rates, Scalar, TwoRates, bias_correction, caster, check, plain
 from adabayes.rates import SETTLED_RATIO
 
 
@@ -25,6 +25,37 @@ class ScaleByAdaBayesFPState(NamedTuple):
     b2: jax.Array
 
 
+class Settled(NamedTuple):
+    """The numbers of one step of AdaBayes-FP."""
+
+    b1: Scalar
+    b2: Scalar
+    ratio: Scalar  # lr_sgd / lr
+    steps: jax.Array  # this one included
+    cautious: bool
+    centred: bool
+
+    def step(self, g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the direction, in units of the learning rate, and both averages."""
+        number = caster(nu.dtype)
+        unbias, unbias_square = (1 / bias_correction(b, self.steps) for b in (self.b1, self.b2))
+        seen = g - mu if self.centred else g
+        mean = mu + (g - mu) * number(1 - self.b1)
+        mean_square = number(self.b2) * nu + number(1 - self.b2) * (seen * seen)
+        # In units of the learning rate, in which the two rates are 1 and their ratio.
+        gain = filtering.fixed_point(mean_square * number(unbias_square), 1.0, number(self.ratio))  # Eq. 21
+        direction = gain * mean * number(unbias)
+        return _agreeing(direction, g) if self.cautious else direction, mean, mean_square
+
+
+def _agreeing(move: jax.Array, gradient: jax.Array) -> jax.Array:
+    """Leave out what opposes the newest gradient, and scale up the rest, at most tenfold, to the same length."""
+    tiny = jnp.finfo(move.dtype).tiny  # type: ignore[no-untyped-call]
+    kept = jnp.where(move * jnp.sign(gradient) > 0, move, 0.0)
+    share = jnp.abs(kept).sum() / jnp.maximum(jnp.abs(move).sum(), tiny)
+    return kept / jnp.maximum(share, 0.1)
+
+
 def scale_by_adabayes_fp(
     learning_rate: Rate = 1e-3,
     lr_sgd: Scalar | None = None,
@@ -32,6 +63,8 @@ def scale_by_adabayes_fp(
     b2: Scalar = 0.999,
     *,
     base_lr: Scalar | None = None,
+    cautious: bool = False,
+    centred: bool = False,
     mu_dtype: Any = None,
     state_dtype: Any = None,
     seed: int = 0,
@@ -40,34 +73,24 @@ def scale_by_adabayes_fp(
 
     Arguments are those of :func:`adabayes_fp`.
     """
-    base_lr, lr_sgd = resolve_rates(learning_rate, base_lr, lr_sgd, SETTLED_RATIO)
+    rates = TwoRates(learning_rate, base_lr, lr_sgd, SETTLED_RATIO)
     b1, b2 = plain(b1), plain(b2)
     check("b1", b1, 0, 1)
     check("b2", b2, 0, 1)
     leaves = Leaves(mu_dtype, state_dtype, seed)
 
-    def settings() -> tuple[Rates, jax.Array]:
-        return Rates.of(base_lr, lr_sgd), jnp.asarray(b2, jnp.float32)
-
     def init(params: optax.Params) -> ScaleByAdaBayesFPState:
-        return ScaleByAdaBayesFPState(jnp.zeros([], jnp.int32), *leaves.zeros(params), *settings())
+        count, decay = jnp.zeros([], jnp.int32), jnp.asarray(b2, float)
+        return ScaleByAdaBayesFPState(count, *leaves.zeros(params), rates.initial(), decay)
 
     def update(
         updates: optax.Updates, state: ScaleByAdaBayesFPState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByAdaBayesFPState]:
-        count = optax.safe_increment(state.count)
-        unbias, unbias_square = 1 / bias_correction(b1, count), 1 / bias_correction(b2, count)
-
-        def leaf(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
-            number = caster(nu.dtype)
-            mean = mu + (g - mu) * number(1 - b1)
-            mean_square = number(b2) * nu + number(1 - b2) * (g * g)
-            # In units of the learning rate, in which the two rates are 1 and their ratio.
-            gain = filtering.fixed_point(mean_square * number(unbias_square), 1.0, number(lr_sgd / base_lr))  # Eq. 21
-            return gain * mean * number(unbias), mean, mean_square
-
-        directions, mu, nu = leaves.update(leaf, count, updates, params, state.mu, state.nu)
-        return directions, ScaleByAdaBayesFPState(count, mu, nu, *settings())
+        count, base_lr = optax.safe_increment(state.count), state.rates.lr
+        c = Settled(b1, b2, rates.ratio(base_lr), count, cautious, centred)
+        directions, mu, nu = leaves.update(c.step, count, updates, params, state.mu, state.nu)
+        now = Rates.of(*rates.of(base_lr)), jnp.asarray(b2, float)
+        return directions, ScaleByAdaBayesFPState(count, mu, nu, *now)
 
     return optax.GradientTransformation(init, update)
 
@@ -81,6 +104,8 @@ def adabayes_fp(
     mask: Any = None,
     *,
     base_lr: Scalar | None = None,
+    cautious: bool = False,
+    centred: bool = False,
     mu_dtype: Any = None,
     state_dtype: Any = None,
     seed: int = 0,
@@ -88,9 +113,20 @@ def adabayes_fp(
     """AdaBayes-FP, Algorithm 2: the filter at its fixed point, AdamW whose epsilon is ``learning_rate / lr_sgd``.
 
     It gives the same numbers as :class:`adabayes.AdaBayesFP`. Arguments are those of :func:`adabayes`; ``b2`` is the
-    decay of the averaged square. ``lr_sgd=None`` is 1e5 times the base, which is AdamW but for the smallest gradients.
+    decay of the averaged square. ``lr_sgd=None`` is 1e5 times the base, whatever that is, which is AdamW but for the
+    smallest gradients. ``cautious`` leaves out what opposes the newest gradient, and scales up the rest, so that the
+    step stays as long; ``centred`` averages the squares of what the average did not foresee.
     """
     directions = scale_by_adabayes_fp(
-        learning_rate, lr_sgd, b1, b2, base_lr=base_lr, mu_dtype=mu_dtype, state_dtype=state_dtype, seed=seed
+        learning_rate,
+        lr_sgd,
+        b1,
+        b2,
+        base_lr=base_lr,
+        cautious=cautious,
+        centred=centred,
+        mu_dtype=mu_dtype,
+        state_dtype=state_dtype,
+        seed=seed,
     )
     return chain(directions, learning_rate, base_lr, weight_decay, mask)

@@ -9,7 +9,7 @@ import jax
 import optax
 
 from adabayes.optax._leaves import is_weight
-from adabayes.optax._numbers import Rate, Scalar, check, is_known, plain
+from adabayes.optax._numbers import Rate, Scalar, caster, check, is_known, plain
 from adabayes.rates import warn_if_papers
 
 
@@ -26,19 +26,22 @@ def chain(
     base = learning_rate if base_lr is None else base_lr
     if is_known(base) and is_known(weight_decay):
         warn_if_papers(base, weight_decay)
-    links = [directions]
-    if not (is_known(weight_decay) and weight_decay == 0):
-        decay = optax.stateless(lambda updates, params: _decayed(updates, params, weight_decay))
-        links.append(decay if mask is None else optax.masked(decay, mask))
-    return optax.chain(*links, _of_weights(optax.scale_by_learning_rate(learning_rate)))
+    decay = optax.stateless(lambda updates, params: _decayed(updates, params, weight_decay))
+    return optax.chain(
+        directions,
+        decay if mask is None else optax.masked(decay, mask),
+        _of_weights(optax.scale_by_learning_rate(learning_rate)),
+    )
 
 
 def _decayed(updates: optax.Updates, params: optax.Params | None, weight_decay: Scalar) -> optax.Updates:
+    if is_known(weight_decay) and weight_decay == 0:
+        return updates
     if params is None:
         raise ValueError("weight decay needs the parameters: update(gradients, state, params)")
 
     def leaf(u: Any, p: Any) -> Any:
-        return u if u is None or not is_weight(u) else u + weight_decay * p
+        return u if u is None or not is_weight(u) else u + caster(u.dtype)(weight_decay) * p
 
     return jax.tree.map(leaf, updates, params, is_leaf=lambda x: x is None)
 

@@ -14,14 +14,27 @@ from adabayes.random_bits import carry_of, key_of
 
 
 def is_weight(leaf: Any) -> bool:
-    """Tell whether a leaf is to be trained: real numbers are, integers are not, complex ones are refused."""
-    dtype = jnp.result_type(leaf)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        raise TypeError(
-            "parameters are complex: give their parts a learning rate each, with "
-            "optax.contrib.split_real_and_imaginary(...) around the optimizer"
-        )
-    return bool(jnp.issubdtype(dtype, jnp.floating))
+    """Tell whether a leaf is to be trained: real and complex numbers are, integers are not."""
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+
+
+def is_complex(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating))
+
+
+def real_shape(leaf: Any) -> tuple[int, ...]:
+    """Return the shape of an array of weights; the two parts of a complex number are weights of their own."""
+    return (2, *jnp.shape(leaf)) if is_complex(leaf) else jnp.shape(leaf)
+
+
+def wide_real(dtype: Any) -> Any:
+    """Return the precision in which to calculate: that of the parts of complex numbers, and fp32 at least."""
+    return jnp.finfo(_wide(dtype)).dtype  # type: ignore[no-untyped-call]
+
+
+def real_view(x: jax.Array) -> jax.Array:
+    """Return the parts of complex numbers along a first axis, and real ones as they are."""
+    return jnp.stack([x.real, x.imag]) if is_complex(x) else x
 
 
 def name_of(path: Any) -> str:
@@ -31,7 +44,11 @@ def name_of(path: Any) -> str:
 
 
 class Leaves:
-    """Two arrays of state for each weight: ``mu``, the averaged gradient, and a second one."""
+    """State of each weight: ``mu``, the averaged gradient, a second number, and what else an optimizer has for a leaf.
+
+    ``mu`` and the second number have the shape of their parameter. Those of a complex one are complex, too, unless a
+    real dtype was asked for: then its parts are along a first axis.
+    """
 
     def __init__(self, mu_dtype: Any, state_dtype: Any, seed: Any) -> None:
         self._dtype = _float_dtype("state_dtype", state_dtype, (jnp.bfloat16, jnp.float32, jnp.float64))
@@ -39,53 +56,83 @@ class Leaves:
         self._seed = seed if isinstance(seed, int) else jnp.asarray(seed, jnp.uint32)
 
     def zeros(self, params: optax.Params) -> tuple[optax.Updates, optax.Updates]:
-        """Return the state before the first step; a masked node for each leaf that is no weight."""
+        """Return the state before the first step."""
 
         def of(dtype: Any) -> optax.Updates:
-            def leaf(p: Any) -> Any:
-                if not is_weight(p):
-                    return optax.MaskedNode()
-                return jnp.zeros_like(p, _wide(jnp.result_type(p)) if dtype is None else dtype)
+            def leaf(p: Any) -> jax.Array:
+                kind = _wide(jnp.result_type(p)) if dtype is None else dtype
+                zeros = jnp.zeros_like(p, kind)
+                if is_complex(p) and not jnp.issubdtype(kind, jnp.complexfloating):
+                    zeros = jnp.stack([zeros, zeros])
+                return zeros
 
-            return jax.tree.map(leaf, params)
+            return self.of_weights(leaf, params)
 
         return of(self._mu_dtype), of(self._dtype)
 
+    @staticmethod
+    def of_weights(leaf: Callable[[Any], Any], params: optax.Params) -> optax.Updates:
+        """Return something for each leaf; a masked node for one that is no weight."""
+        return jax.tree.map(lambda p: leaf(p) if is_weight(p) else optax.MaskedNode(), params)
+
     def update(
         self,
-        leaf: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, ...]],
+        leaf: Callable[..., tuple[Any, ...]],
         step: jax.Array,
         updates: optax.Updates,
         params: optax.Params | None,
         mu: optax.Updates,
         second: optax.Updates,
+        *others: Any,
     ) -> list[optax.Updates]:
-        """Return directions and new state: those of ``leaf(gradient, mu, second)`` where there is a gradient."""
+        """Return directions and new state: those of ``leaf(gradient, mu, second, *others)`` where there is a gradient.
+
+        ``leaf`` works with real numbers, of fp32 at least.
+        """
         tree: Any
         gradients, tree = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
         weights = gradients if params is None else tree.flatten_up_to(params)
-        columns: tuple[list[Any], ...] = ([], [], [])
-        rows = zip(gradients, tree.flatten_up_to(mu), tree.flatten_up_to(second), weights)
-        for i, (g, m, s, p) in enumerate(rows):
-            row = g, m, s
+        columns: tuple[list[Any], ...] = tuple([] for _ in range(3 + len(others)))
+        rows = zip(weights, gradients, *map(tree.flatten_up_to, (mu, second, *others)))
+        for i, (p, *row) in enumerate(rows):
+            g, m, s, *rest = row
             if isinstance(m, optax.MaskedNode):
-                row = _zero(g), m, s
+                row = [_zero(g), m, s, *rest]
             elif g is not None:
-                p = g if p is None else p
-                if not jnp.shape(g) == jnp.shape(p) == jnp.shape(s):
-                    raise ValueError(_misshapen(updates, i, jnp.shape(p), jnp.shape(s)))
-                wide = _wide(s.dtype)
-                direction, mean, new = leaf(*(jnp.asarray(x, wide) for x in row))
-                row = (
-                    direction.astype(jnp.promote_types(jnp.result_type(g), jnp.result_type(p))),
-                    self._rounded(mean, m.dtype, step, i, "exp_avg"),
-                    self._rounded(new, s.dtype, step, i, "second"),
-                )
+                row = self._updated(leaf, step, updates, i, g if p is None else p, row)
             for column, entry in zip(columns, row):
                 column.append(entry)
         return [tree.unflatten(column) for column in columns]
 
-    def _rounded(self, values: jax.Array, dtype: Any, step: jax.Array, index: int, stream: str) -> jax.Array:
+    def _updated(
+        self, leaf: Callable[..., tuple[Any, ...]], step: jax.Array, updates: Any, i: int, p: Any, row: list[Any]
+    ) -> list[Any]:
+        g, m, s, *rest = row
+        dtype = jnp.promote_types(jnp.result_type(g), jnp.result_type(p))
+        parts = jnp.issubdtype(dtype, jnp.complexfloating)
+        shape = s.shape[1:] if parts and not is_complex(s) else s.shape
+        if not jnp.shape(g) == jnp.shape(p) == shape:
+            raise ValueError(_misshapen(updates, i, jnp.shape(p), shape))
+        wide = wide_real(s.dtype)
+
+        def taken(x: Any, kind: Any) -> jax.Array:
+            """Return numbers as ``leaf`` works with them."""
+            x = jnp.asarray(x, kind)
+            return (real_view(x) if parts else x.real).astype(wide)
+
+        direction, mean, new, *rest = leaf(taken(g, dtype), taken(m, m.dtype), taken(s, s.dtype), *rest)
+        return [
+            (_complex_view(direction) if parts else direction).astype(dtype),
+            self._rounded(mean, m.dtype, parts, step, i, "exp_avg"),
+            self._rounded(new, s.dtype, parts, step, i, "second"),
+            *rest,
+        ]
+
+    def _rounded(
+        self, values: jax.Array, dtype: Any, parts: bool, step: jax.Array, index: int, stream: str
+    ) -> jax.Array:
+        if parts and jnp.issubdtype(dtype, jnp.complexfloating):
+            values = _complex_view(values)
         if dtype != jnp.bfloat16:
             return values.astype(dtype)
         # bfloat16 is the upper half of float32; adding random bits to the lower rounds up as often as it should.
@@ -114,16 +161,19 @@ def _float_dtype(name: str, dtype: Any, permitted: tuple[Any, ...] = ()) -> Any:
         return None
     try:
         found = jnp.dtype(getattr(dtype, "dtype", dtype))
-        if jnp.issubdtype(found, jnp.floating) and (not permitted or found in map(jnp.dtype, permitted)):
+        if jnp.issubdtype(found, jnp.inexact) and (not permitted or found in map(jnp.dtype, permitted)):
             return found
     except TypeError:
         pass
-    names = ", ".join(jnp.dtype(p).name for p in permitted) or "a floating-point dtype"
+    names = ", ".join(jnp.dtype(p).name for p in permitted) or "a dtype of real or complex numbers"
     raise ValueError(f"Invalid {name}: {dtype!r}. It must be None (the parameters', fp32 at least) or {names}.")
 
 
+def _complex_view(x: jax.Array) -> jax.Array:
+    return jax.lax.complex(x[0], x[1])
+
+
 def _wide(dtype: Any) -> Any:
-    """Return the precision in which to calculate."""
     return jnp.promote_types(dtype, jnp.float32)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adabayes.rates import base_lr_of, lr_sgd_of, warn_if_swapped
+from adabayes.rates import base_lr_of, lr_sgd_of, warn_if_closed, warn_if_swapped
 
 Scalar = Any  # float | jax.Array
 Rate = Any  # float | jax.Array | optax.Schedule
@@ -24,24 +24,59 @@ class Rates(NamedTuple):
 
     @classmethod
     def of(cls, lr: Scalar, lr_sgd: Scalar) -> Rates:
-        return cls(jnp.asarray(lr, jnp.float32), jnp.asarray(lr_sgd, jnp.float32))
+        return cls(jnp.asarray(lr, float), jnp.asarray(lr_sgd, float))
 
 
-def resolve_rates(
-    learning_rate: Rate, base_lr: Scalar | None, lr_sgd: Scalar | None, ratio: float
-) -> tuple[Scalar, Scalar]:
-    """Return ``base_lr`` and ``lr_sgd``, each as given or by default."""
-    learning_rate, base_lr, lr_sgd = map(plain, (learning_rate, base_lr, lr_sgd))
-    check("learning_rate", learning_rate, 0, math.inf)
-    check("base_lr", base_lr, 0, math.inf, above=True)
-    check("lr_sgd", lr_sgd, 0, math.inf, above=True)
-    if base_lr is None:
-        base_lr = base_lr_of(float(learning_rate) if is_known(learning_rate) else None, lr_sgd, ratio)
-    if lr_sgd is None:
-        lr_sgd = lr_sgd_of(base_lr, ratio=ratio)
-    if is_known(base_lr) and is_known(lr_sgd):
-        warn_if_swapped(base_lr, lr_sgd)
-    return base_lr, lr_sgd
+class TwoRates:
+    """``base_lr`` and ``lr_sgd``, each as given or by default.
+
+    The base of a learning rate that is a schedule or traced is its first value. That is known to ``init`` alone, so
+    the state keeps it; thus ``inject_hyperparams`` gives what a plain number gives.
+    """
+
+    def __init__(self, learning_rate: Rate, base_lr: Scalar | None, lr_sgd: Scalar | None, ratio: float) -> None:
+        self._lr, self._base_lr, self._lr_sgd = map(plain, (learning_rate, base_lr, lr_sgd))
+        self._ratio = ratio
+        check("learning_rate", self._lr, 0, math.inf)
+        check("base_lr", self._base_lr, 0, math.inf, above=True)
+        check("lr_sgd", self._lr_sgd, 0, math.inf, above=True)
+        if self._base_lr is None and is_known(self._lr):
+            self._base_lr = base_lr_of(float(self._lr), self._lr_sgd, ratio)
+        if is_known(self._base_lr) and is_known(self._lr_sgd):
+            warn_if_swapped(self._base_lr, self._lr_sgd)
+
+    def warn_if_closed(self, batch_size: Scalar | None) -> None:
+        """Warn if AdaBayes has hardly any room to be like Adam, as far as that is known."""
+        if is_known(self._base_lr) and is_known(batch_size):
+            base_lr, lr_sgd = self.of(None)
+            if is_known(lr_sgd):
+                warn_if_closed(base_lr, lr_sgd, batch_size)
+
+    def initial(self) -> Rates:
+        """Return the rates with which a state begins."""
+        return Rates.of(*self.of(None))
+
+    def of(self, kept: Scalar | None) -> tuple[Scalar, Scalar]:
+        """Return ``base_lr`` and ``lr_sgd``; ``kept`` is the base that the state has, None before there is one."""
+        base_lr = self._base_lr
+        if base_lr is None:
+            base_lr = self._first() if kept is None else kept
+        return base_lr, lr_sgd_of(base_lr, ratio=self._ratio) if self._lr_sgd is None else self._lr_sgd
+
+    def ratio(self, kept: Scalar | None) -> Scalar:
+        """Return ``lr_sgd / base_lr``."""
+        if self._lr_sgd is None:
+            return self._ratio  # whatever the base
+        return self._lr_sgd / self.of(kept)[0]
+
+    def _first(self) -> Scalar:
+        first = plain(self._lr(jnp.zeros([], jnp.int32)) if callable(self._lr) else self._lr)
+        check("learning_rate", first, 0, math.inf)
+        usual = base_lr_of(None, self._lr_sgd, self._ratio)
+        if is_known(first):
+            return first or usual
+        first = jax.lax.stop_gradient(first)  # a base is a constant
+        return jnp.where(first == 0, usual, first)
 
 
 def is_known(value: Any) -> bool:
@@ -61,6 +96,19 @@ def check(name: str, value: Any, low: float, high: float, *, above: bool = False
     if not (low < value if above else low <= value) or not value < high:
         span = f"{'above' if above else 'at least'} {low:g}" + ("" if high == math.inf else f" and below {high:g}")
         raise ValueError(f"Invalid {name}: {value}. It must be {span}.")
+
+
+def check_whole(name: str, value: Any) -> int:
+    """Return a number that decides about the program, and so cannot be traced: whole, and at least 1."""
+    value = plain(value)
+    if isinstance(value, jax.Array):
+        raise TypeError(
+            f"{name} is traced, but decides what is compiled. With optax.inject_hyperparams, leave it out or say "
+            f'static_args=("{name}",).'
+        )
+    if isinstance(value, bool) or not is_known(value) or value != value // 1 or value < 1:
+        raise ValueError(f"Invalid {name}: {value!r}. It must be a whole number, at least 1.")
+    return int(value)
 
 
 def caster(dtype: Any) -> Callable[[Scalar], Scalar]:

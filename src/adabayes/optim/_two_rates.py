@@ -60,6 +60,13 @@ class TwoRateOptimizer(EngineOptimizer):
             check_range("lr_sgd", lr_sgd, hint=hint)
             if lr_sgd == 0:
                 raise ValueError(f"Invalid lr_sgd: 0.{hint}")
+        if group["batch_size"] is not None:
+            check_range("batch_size", group["batch_size"], least=1.0)
+        elif group["reduction"] == "sum":
+            raise ValueError(
+                "reduction='sum' needs batch_size, which is None: give the number of examples of a step, over all "
+                "devices and accumulated gradients."
+            )
 
     # What each weight gets
 

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from adabayes.filtering import drift, euler, fixed_point, is_unstarted, ornstein_uhlenbeck
-from adabayes.optim._checks import check_choice, check_range, explain, explains_unknown
+from adabayes.optim._checks import check_choice, explain, explains_unknown
 from adabayes.optim._engine import Batch, Group, Step
 from adabayes.optim._fused import Kernel
 from adabayes.optim._state import Entry
 from adabayes.optim._tensors import Scalar, as_float, real_view
 from adabayes.optim._two_rates import TwoRateOptimizer
+from adabayes.rates import batch_size_of, warn_if_closed
 
 __all__ = ["AdaBayes"]
 
@@ -79,7 +80,8 @@ class AdaBayes(TwoRateOptimizer):
             the paper's ratio.
         batch_size: of one step, over all devices and accumulated gradients. It sets how fast the filter adapts
             (in about ``lr_sgd / (batch_size * lr**2)`` steps), and gradients above ``1 / (batch_size * lr)`` get less
-            than Adam's learning rate. So it matters; when in doubt, take AdaBayesFP, which needs none.
+            than Adam's learning rate. None, unknown: as if it were ``0.01 / lr``, which keeps that window open to
+            gradients of 100. So it matters; when in doubt, take AdaBayesFP, which needs none.
         beta1: decay of the averaged gradient (momentum).
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
             The paper's lambda = 5e-5 at lr = 1e-3 is 0.05.
@@ -122,7 +124,7 @@ class AdaBayes(TwoRateOptimizer):
         params: ParamsT,
         lr: float | Tensor = 1e-3,
         lr_sgd: float | None = None,
-        batch_size: float = 128,
+        batch_size: float | None = None,
         beta1: float = 0.9,
         weight_decay: float = 0.0,
         *,
@@ -170,7 +172,8 @@ class AdaBayes(TwoRateOptimizer):
         exact = group["dynamics"] == "exact"
         if not exact and not isinstance(lr, Tensor) and lr == 0:
             return None  # where the paper divides by zero
-        base_lr, lr_sgd, batch_size = group["base_lr"], group["lr_sgd"], group["batch_size"]
+        base_lr, lr_sgd = group["base_lr"], group["lr_sgd"]
+        batch_size = batch_size_of(group["batch_size"], base_lr)
         schedule = lr / base_lr
         to_mean = self.mean_factor(group)
         k = drift(base_lr, lr_sgd, batch_size)
@@ -203,10 +206,11 @@ class AdaBayes(TwoRateOptimizer):
         if len(group.get("betas", (0,))) != 1:
             explain(type(self), ["betas"])
         super()._complete_group(group)
+        given = {**self.defaults, **group}
+        warn_if_closed(given["base_lr"], given["lr_sgd"], given["batch_size"])
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        check_range("batch_size", group["batch_size"], least=1.0)
         check_choice("dynamics", group["dynamics"], ("exact", "paper"))
 
     def _warm_state(self, adamw: dict[str, Any], group: Group, beta2: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from adabayes.filtering import fixed_point
-from adabayes.optim._checks import check_range, explains_unknown
+from adabayes.optim._checks import explains_unknown
 from adabayes.optim._engine import Batch, Group, Step
 from adabayes.optim._fused import Kernel
 from adabayes.optim._state import Entry, own_state
@@ -168,13 +168,6 @@ class AdaBayesFP(TwoRateOptimizer):
             raise RuntimeError(
                 "`fused` does not support `cautious`: the kernel takes one pass, and that takes two. Leave `fused` "
                 "out, and foreach is taken; or take AdaBayesK, which has both."
-            )
-        if group["batch_size"] is not None:
-            check_range("batch_size", group["batch_size"], least=1.0)
-        elif group["reduction"] == "sum":
-            raise ValueError(
-                "reduction='sum' needs batch_size, which is None: give the number of examples of a step, over all "
-                "devices and accumulated gradients."
             )
 
     def _warm_state(self, adamw: dict[str, Any], group: Group, beta2: float) -> dict[str, Any]:

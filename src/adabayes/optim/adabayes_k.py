@@ -245,7 +245,9 @@ class AdaBayesK(AdaBayesFP):
         slots = [0] * len(owners)
         for refresh in {refresh for _, refresh in owners}:
             places = [place for place, (_, other) in enumerate(owners) if other == refresh]
-            for place, slot in zip(places, spread([owners[place][0] for place in places], int(refresh))):
+            blocks = [owners[place][0] for place in places]
+            costs, numbers = ([getattr(b, name, 0) for b in blocks] for name in ("cost", "number"))
+            for place, slot in zip(places, spread(costs, numbers, int(refresh))):
                 slots[place] = slot
         self._slots = key, slots
 
