@@ -38,7 +38,7 @@ __all__ = [
     "lr_factor",
 ]  # fmt: skip
 
-NAMES = ("quick", "mini", "paper", "text")
+NAMES = ("demo", "quick", "mini", "paper", "text")
 TRIAL_SEED = 1_000_003  # of trials, so that the seeds of a comparison are fresh
 WORKLOADS = (
     "digits", "cifar10-mini", "fashion-2c2d", "fashion-autoencoder", "text", "shakespeare", "pinn", "flights",

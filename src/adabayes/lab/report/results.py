@@ -165,14 +165,17 @@ def _table(
     seeds = max(sum(s.runs.values()) for s in summaries)
     over = f", mean ± standard error of {seeds} seeds" if seeds > 1 else ""
     on = "validation" if protocol.validation else "test"
-    headers = [f"best\n{error}", "best\nloss", f"final\n{error}", "final\nloss", "\nms/step"]
+    error_lines = error.replace(" error", "\nerror")  # of a long name, in lines, so that the table fits a terminal
+    above = "\n" * error_lines.count("\n")
+    headers = [f"best\n{error_lines}", f"{above}best\nloss", f"final\n{error_lines}", f"{above}final\nloss"]
+    headers.append(f"{above}\nms/step")
     table = make_table(
         {"optimizer": "wrap", **dict.fromkeys(headers, "right")}, f"{title}: on the {on} set{over}", SIMPLE_HEAD
     )
     columns = ("best_test_error", "best_test_loss", "final_test_error", "final_test_loss")
     best = {name: min((m.mean for s in summaries if (m := getattr(s, name))), default=None) for name in columns}
-    losses = [m.mean for s in summaries for m in (s.best_test_loss, s.final_test_loss) if m]
-    loss_digits = 3 if max(losses, default=1.0) >= 0.01 else 5
+    losses = [m.mean for s in summaries for m in (s.best_test_loss, s.final_test_loss) if m and m.mean > 0]
+    loss_digits = min(6, max(3, 1 - math.floor(math.log10(min(losses, default=1.0)))))  # two that are not 0 of the lowest
     for s in summaries:
         cells = []
         papers = dict(zip(("best_test_error", "best_test_loss"), published.get(s.optimizer, ())))
