@@ -262,7 +262,8 @@ def test_bench_measures_jax_too() -> None:
     assert done.returncode == 0, done.stderr
     for name in ("optax.adamw", "AdaBayes"):
         assert f"\n{name} " in done.stdout
-    done = adabayes("bench", "--backend", "jax", "--matrix", "--workload", "tiny", "--repeats", "1")
+    matrix = ("--matrix", "--optimizer", "AdaBayes-K", "--optimizer", "optax.contrib.muon")
+    done = adabayes("bench", "--backend", "jax", "--workload", "one50m", "--repeats", "1", *matrix)
     assert done.returncode == 0, done.stderr
     assert "\nAdaBayes-K " in done.stdout
     assert "\noptax.contrib.muon " in done.stdout

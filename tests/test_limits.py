@@ -156,7 +156,7 @@ def test_torch_sgd_needs_lr_over_one_minus_momentum() -> None:
 def test_a_single_spike_moves_adabayes_less_than_adamw_within_its_window_and_more_at_its_end(
     usual: float, least: float, most: float
 ) -> None:
-    """A gradient 100 times the usual one, with batch_size=128, where the window ends at 7.8; docs/caveats.md says so."""
+    """A gradient 100 times the usual one, at batch_size=128, where the window ends at 7.8; docs/caveats.md says so."""
 
     def moved(optimizer: torch.optim.Optimizer) -> float:
         (w,) = optimizer.param_groups[0]["params"]

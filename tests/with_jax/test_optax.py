@@ -472,7 +472,8 @@ def test_a_schedule_that_changes_is_the_same_when_injected(make: Any) -> None:
     p, state = trained(make(rate, lr_sgd=0.5))
     injected, outer = trained(optax.inject_hyperparams(make)(rate, lr_sgd=0.5))
     same(injected, p)
-    assert jax.tree.structure(outer.inner_state[0]) == jax.tree.structure(state[0])
+    structures: list[Any] = [jax.tree.structure(one) for one in (outer.inner_state[0], state[0])]
+    assert structures[0] == structures[1]
 
 
 def test_regimes_of_a_rate_of_zero() -> None:

@@ -42,7 +42,9 @@ def borrowed(module: str, tables: dict[str, str]) -> types.ModuleType:
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     replaced = 0
     for node in tree.body:
-        name = getattr(node.targets[0], "id", "") if isinstance(node, ast.Assign) else ""
+        if not isinstance(node, ast.Assign):
+            continue
+        name = getattr(node.targets[0], "id", "")
         if name in tables and name not in ast.unparse(node.value):  # not where it is only made a tuple
             node.value = ast.parse(tables[name], mode="eval").body
             replaced += 1
@@ -89,7 +91,7 @@ def test_what_optax_asks_of_contributions_and_of_what_mechanize_wraps(in_place_o
 
 @pytest.mark.long
 def test_what_optax_asks_of_shardings() -> None:
-    """On 8 devices. Optax compares versions of JAX as strings, and so takes 0.10 for older than 0.7: it is told another."""
+    """On 8 devices. Optax compares versions of JAX as strings, and so takes 0.10 for older than 0.7: it is told 0.9."""
     script = f"""
 import jax, optax
 import adabayes.optax as ours

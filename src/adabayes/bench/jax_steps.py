@@ -34,11 +34,10 @@ def optimizers() -> dict[str, Callable[[], optax.GradientTransformation]]:
 
 def matrix_optimizers() -> dict[str, Callable[[], optax.GradientTransformation]]:
     """Return the optimizers that work on whole matrices; of optax's own, Muon is the nearest."""
-    element_wise = {"max_size": 1, "cautious": False}
     return {
         BASELINE: optimizers()[BASELINE],
         "AdaBayes-K": lambda: adabayes_k(1e-3, weight_decay=0.01),
-        "AdaBayes-K, its element-wise part": lambda: adabayes_k(1e-3, weight_decay=0.01, **element_wise),
+        "AdaBayes-K, its element-wise part": lambda: adabayes_k(1e-3, weight_decay=0.01, max_size=1, cautious=False),
         "optax.contrib.muon": lambda: optax.contrib.muon(1e-3, weight_decay=0.01),
     }
 
