@@ -175,7 +175,7 @@ def _table(
     columns = ("best_test_error", "best_test_loss", "final_test_error", "final_test_loss")
     best = {name: min((m.mean for s in summaries if (m := getattr(s, name))), default=None) for name in columns}
     losses = [m.mean for s in summaries for m in (s.best_test_loss, s.final_test_loss) if m and m.mean > 0]
-    loss_digits = min(6, max(3, 1 - math.floor(math.log10(min(losses, default=1.0)))))  # two that are not 0 of the lowest
+    loss_digits = min(6, max(3, 1 - math.floor(math.log10(min(losses, default=1.0)))))
     for s in summaries:
         cells = []
         papers = dict(zip(("best_test_error", "best_test_loss"), published.get(s.optimizer, ())))
