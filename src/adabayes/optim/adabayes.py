@@ -39,13 +39,13 @@ class _Numbers(NamedTuple):
         """Return the gain at which a filter starts: exactly at its fixed point, in the paper at lr_sgd."""
         return fixed_point((self.to_mean * gradient) ** 2, self.eta, self.lr_sgd) if self.exact else self.lr_sgd
 
-    def for_kernel(self) -> dict[str, float]:
-        lr_sgd = as_float(self.lr_sgd)
+    def for_kernel(self) -> dict[str, Scalar]:
+        lr_sgd = self.lr_sgd
         return {
-            "forget": as_float(self.forget),
-            "noise": as_float(self.noise),
+            "forget": self.forget,
+            "noise": self.noise,
             "information": self.information,
-            "half": 0.5 / lr_sgd if lr_sgd else math.inf,
+            "half": 0.5 / lr_sgd if isinstance(lr_sgd, Tensor) or lr_sgd else math.inf,
             "slope": self.to_mean / self.eta if self.exact else 0.0,
         }
 
