@@ -23,7 +23,7 @@ from torch import Tensor
 
 from adabayes.random_bits import MASK, scatter
 
-__all__ = ["BY_DEFAULT", "OPTIONS", "PAIRS", "Launch", "constants", "is_interpreted", "unavailable"]
+__all__ = ["BY_DEFAULT", "PAIRS", "REGISTERS", "Launch", "constants", "counting", "is_interpreted", "options", "unavailable"]
 
 Scalar = float | Tensor
 
@@ -36,7 +36,9 @@ BLOCK, BITE = 1024, 256  # elements of a program; at a time, where they do not f
 COUNTED = 128  # step counts of a program
 WIDTH = 6  # of the table: addresses of parameter and state, numel, index, address of the step count
 NUMBERS = 10  # of a row: the step count and the numbers of the update
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+WARPS = 4  # of a program
+# Of a thread: five programs then fit into a multiprocessor. Nvidia's compiler, left alone, keeps to 64 and spills a few.
+REGISTERS = 96
 
 # Whether fused=None takes this kernel. It has not been run on a GPU: not before a report of `adabayes doctor --gpu` is in.
 BY_DEFAULT = False
@@ -102,6 +104,20 @@ def constants(function: str, param: torch.dtype, state: torch.dtype, round_param
     }
 
 
+@cache
+def counting(step: torch.dtype) -> dict[str, Any]:
+    """Return what the kernel that counts steps is compiled for."""
+    import triton.language as tl
+
+    return {"STEP": tl.float64 if step == torch.float64 else tl.float32, "BLOCK": COUNTED, "WIDTH": WIDTH}
+
+
+def options(nvidia: bool) -> dict[str, Any]:
+    """Return how a kernel is compiled."""
+    common = {"num_warps": WARPS, "enable_fp_fusion": False}
+    return {**common, "maxnreg": REGISTERS} if nvidia else common
+
+
 class Launch:
     """Tensors of one device and one kind: the tables that the kernel reads.
 
@@ -109,7 +125,7 @@ class Launch:
         params: of one dtype, on one device, without gaps; their state is laid out likewise.
         exp_avgs: of one dtype.
         second_states: of the same.
-        steps: the counts, of one dtype, on the device or on the CPU; None if they are given to :meth:`run`.
+        steps: the counts, of one dtype, on the device or on the CPU; None if :meth:`run` is given one for all.
         indices: of each tensor among all of the optimizer's, for the random bits.
     """
 
@@ -128,7 +144,8 @@ class Launch:
                 "missing gradients: take one before the capture (torch's docs: 'warmup' of CUDA graphs)."
             )
         self._dtypes = params[0].dtype, second_states[0].dtype
-        self._steps = steps
+        self._step_dtype = torch.float32 if steps is None else steps[0].dtype
+        self.counts_on_host = steps is not None and steps[0].device != self.device
         counts = [0] * len(params) if steps is None else map(Tensor.data_ptr, steps)
         columns = (params, exp_avgs, second_states)
         numels = tuple(map(Tensor.numel, params))
@@ -139,10 +156,7 @@ class Launch:
         self._count = len(params)
         self._sent_for: Any = None  # the gradients, and the stream
         self._grads = self.table
-        self._rows = _Rows(self._count, self.device) if self._counts_on_device() else None
-
-    def _counts_on_device(self) -> bool:
-        return self._steps is not None and self._steps[0].device == self.device
+        self._rows: _Rows | None = None
 
     def run(
         self,
@@ -150,6 +164,7 @@ class Launch:
         grads: Sequence[int],
         numbers: Mapping[str, Scalar],
         *,
+        steps: Sequence[Tensor] | None = None,
         t: float | None = None,
         found_inf: Tensor | None = None,
         seed: int = 0,
@@ -161,7 +176,8 @@ class Launch:
             function: of the library for the CPU, whose bits these are.
             grads: addresses of gradients like the parameters.
             numbers: as the library takes them; tensors on the device are not looked at.
-            t: the step counts, if there are no tensors of them.
+            steps: the counts, if they are on the host.
+            t: the count of all, if there are no tensors of them.
             found_inf: a number on the device; unless it is 0, nothing is changed.
             seed: of the stochastic rounding.
             round_params: whether bf16 parameters are rounded stochastically.
@@ -169,13 +185,15 @@ class Launch:
         kernels = _kernels()
         capturing = is_capturing(self.device)
         base = scatter(seed & MASK) ^ (seed >> 32 & MASK)
+        numbers = {name: self._here(x) if isinstance(x, Tensor) else x for name, x in numbers.items()}
         with _guard(self.device):
-            if t is None and self._counts_on_device():
+            if t is None and steps is None:
+                found_inf = None if found_inf is None else self._here(found_inf).float()
                 rows = self._counted(kernels, function, numbers, found_inf, capturing)
             else:
-                if t is None and found_inf is not None and found_inf.item():
-                    return  # the counts are on the host, and must know
-                rows, found_inf = self._from_host(function, numbers, t), None
+                if found_inf is not None and found_inf.item():  # where the counts are must be known
+                    return
+                rows, found_inf = self._from_host(function, numbers, steps, t), None
             fixed = constants(function, *self._dtypes, round_params, bool(numbers.get("centred")))
             if len(self.pieces):
                 kernels.fused_step[(len(self.pieces),)](
@@ -187,8 +205,11 @@ class Launch:
                     rows.shape[1],
                     base - (base >> 31 << 32),  # the same bits with a sign: always of 32 bits to Triton
                     **fixed,
-                    **OPTIONS,
+                    **options(torch.version.hip is None),
                 )
+
+    def _here(self, t: Tensor) -> Tensor:
+        return t.to(self.device, non_blocking=True)  # a group may have tensors on several devices
 
     def _gradients(self, addresses: Sequence[int], capturing: bool) -> Tensor:
         """Return the addresses of the gradients on the device: as they were sent, unless a gradient has moved."""
@@ -208,31 +229,27 @@ class Launch:
         self, kernels: ModuleType, function: str, numbers: Mapping[str, Scalar], found_inf: Tensor | None, capturing: bool
     ) -> Tensor:
         """Count the steps on the device, and work out a row of numbers for each tensor there."""
-        import triton.language as tl
-
-        assert self._steps is not None
         rows = _Rows(self._count, self.device) if capturing or self._rows is None else self._rows
-        kinds = {torch.float32: tl.float32, torch.float64: tl.float64}
+        self._rows = self._rows if capturing else rows
         kernels.count_steps[(-(-self._count // COUNTED),)](
             self.table,
             rows.counts,
             found_inf,
             self._count,
-            STEP=kinds[self._steps[0].dtype],
-            BLOCK=COUNTED,
-            WIDTH=WIDTH,
-            **OPTIONS,
+            **counting(self._step_dtype),
+            **options(torch.version.hip is None),
         )
         rows.fill_(row(function, numbers, rows.counts))
         return rows.floats
 
-    def _from_host(self, function: str, numbers: Mapping[str, Scalar], t: float | None) -> Tensor:
+    def _from_host(
+        self, function: str, numbers: Mapping[str, Scalar], steps: Sequence[Tensor] | None, t: float | None
+    ) -> Tensor:
         """Count the steps on the host; send one row for all tensors, or what rows are made of, if counts differ."""
-        counts = [t] * self._count
-        if t is None:
-            assert self._steps is not None
-            torch._foreach_add_(list(self._steps), 1)
-            counts = [step.item() for step in self._steps]
+        counts = [t]
+        if steps is not None:
+            torch._foreach_add_(list(steps), 1)
+            counts = [step.item() for step in steps]
         alike = len(set(counts)) == 1
         if alike and not any(isinstance(x, Tensor) for x in numbers.values()):
             step, *others = row(function, numbers, float(counts[0]))  # type: ignore[arg-type]

@@ -184,6 +184,8 @@ class FusedSteps:
 class _LaunchOnCPU:
     """Tensors of one kind, for the library: what :class:`adabayes.kernels.device.Launch` is for a GPU."""
 
+    counts_on_host = False  # not those of a device, that is
+
     def __init__(
         self,
         params: Sequence[Tensor],
@@ -213,6 +215,7 @@ class _LaunchOnCPU:
         grads: Sequence[int],
         numbers: Mapping[str, Scalar],
         *,
+        steps: Sequence[Tensor] | None = None,
         t: float | None = None,
         found_inf: Tensor | None = None,
         seed: int = 0,
@@ -348,7 +351,10 @@ class _Plan:
                     check_memory("gradient", g)
         for places, launch in self._parts:
             chosen = addresses if len(self._parts) == 1 else [addresses[place] for place in places]
-            launch.run(function, chosen, numbers, found_inf=found_inf, seed=seed, round_params=round_params)
+            steps = [self._entries[3 * place + 2] for place in places] if launch.counts_on_host else None
+            launch.run(
+                function, chosen, numbers, steps=steps, found_inf=found_inf, seed=seed, round_params=round_params
+            )
         torch.autograd.graph.increment_version(self._params)  # as after any other change in place
 
 
