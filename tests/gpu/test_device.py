@@ -136,8 +136,8 @@ def test_reasons_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_triton_is_not_imported_before_it_is_needed() -> None:
-    code = "import sys, torch, adabayes; w = torch.zeros(3); w.grad = torch.ones(3); adabayes.AdaBayes([w]).step(); "
-    code += "assert 'triton' not in sys.modules and 'adabayes.kernels.update' not in sys.modules"
+    code = "import sys, torch, adabayes; assert 'triton' not in sys.modules; w = torch.zeros(3); w.grad = torch.ones(3)"
+    code += "; adabayes.AdaBayes([w]).step(); assert 'adabayes.kernels.update' not in sys.modules"  # torch may want Triton
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
