@@ -1,8 +1,8 @@
 """Runs PTX on the CPU: every thread of every block is a lane of numpy's arrays, and memory is that of this process.
 
 Just what our kernels need: an instruction that is not here is refused, and so is arithmetic that IEEE 754 does not fix
-(``fma`` of floats, ``approx``, ``ftz``). Memory must be declared; an access outside of it, or one that is not aligned as
-a GPU demands, is a :class:`Fault`. Lanes that go different ways wait for each other where the code is lowest.
+(``fma`` of floats, ``approx``, ``ftz``). Memory must be declared; an access outside of it, or one that is not aligned
+as a GPU demands, is a :class:`Fault`. Lanes that go different ways wait for each other where the code is lowest.
 """
 
 from __future__ import annotations
@@ -114,9 +114,7 @@ class _Run:
         self.arguments: Mapping[str, int] = dict(zip(program.params, arguments))
         self.memory = sorted(set(memory))
         self.starts = np.array([region.start for region in self.memory], dtype=np.uint64)
-        self.views = [
-            np.frombuffer((ctypes.c_uint8 * size).from_address(start), dtype=np.uint8) for start, size in self.memory
-        ]
+        self.views = [np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(start)) for start, size in self.memory]
         self.shared = np.zeros(blocks * SHARED, dtype=np.uint8)
         self.at = np.zeros(self.lanes, dtype=np.int64)
         self.active = np.ones(self.lanes, dtype=bool)
@@ -157,7 +155,7 @@ class _Run:
         return self.bits(operand).astype(f"u{dtype.itemsize}").view(dtype)
 
     def predicate(self, operand: str) -> NDArray[np.bool_]:
-        return self.bits(operand) != 0
+        return np.not_equal(self.bits(operand), 0)
 
     def put(self, operand: str, value: Any) -> None:
         value = np.ascontiguousarray(value)
@@ -242,10 +240,10 @@ class _Run:
                 self.put(low, whole.astype(TYPES[half]))
                 self.put(high, (whole >> whole.dtype.type(int(half[1:]))).astype(TYPES[half]))
             case "mov" if x[1].startswith("{"):
-                half = int(kind[1:]) // 2
-                low, high = (self.value(part.strip(), f"b{half}") for part in x[1].strip("{}").split(","))
+                size = int(kind[1:]) // 2
+                first, second = (self.value(part.strip(), f"b{size}") for part in x[1].strip("{}").split(","))
                 wide = TYPES[kind].type
-                self.put(x[0], low.astype(wide) | high.astype(wide) << wide(half))
+                self.put(x[0], first.astype(wide) | second.astype(wide) << wide(size))
             case "mov":
                 self.put(x[0], self.value(x[1], kind))
             case "setp" if kind == "f16x2":
@@ -289,9 +287,8 @@ class _Run:
         if how in ("nan", "num"):
             return nan if how == "nan" else ~nan
         if a.dtype.kind == "f" and how.endswith("u") and how not in COMPARISONS:  # true of what cannot be compared
-            return nan | COMPARISONS[how[:-1]](a, b)
-        result: NDArray[Any] = ~nan & COMPARISONS[how](a, b)
-        return result
+            return np.asarray(nan | COMPARISONS[how[:-1]](a, b))
+        return np.asarray(~nan & COMPARISONS[how](a, b))
 
     def shift(self, name: str, x: Sequence[str], kind: str) -> None:
         value, count = self.value(x[1], kind), self.value(x[2], "u32")

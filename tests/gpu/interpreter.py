@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,6 @@ from torch import Tensor
 
 from adabayes.kernels import device, library
 from adabayes.optim import _fused
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1, and start a process for it"
 
 STEPS = {"device": 0, "host": 0, "C": 0}
 TURN = itertools.count()
@@ -52,10 +50,13 @@ def launch(params: Sequence[Tensor], exp_avgs: Sequence[Tensor], *columns: Any) 
 
 
 @pytest.fixture(autouse=True)
-def kernel_for_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def kernel_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = _fused.BACKENDS["cpu"]._replace(launch=launch, pairs=library.PAIRS, asynchronous=True)  # type: ignore[arg-type]
     monkeypatch.setitem(_fused.BACKENDS, "cpu", backend)
-    return
+
+
+def pytest_configure(config: Any) -> None:
+    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1, and start a process for it"
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -106,7 +106,9 @@ def test_on_cuda_the_kernel_is_taken_on_request_only(cls: type[AdaBayes], record
 
 
 @pytest.mark.parametrize("cls", [AdaBayes, AdaBayesFP, AdaBayesK])
-def test_without_what_triton_needs_foreach_is_taken_and_fused_true_says_what(cls: type[AdaBayes], recorded: Recorded) -> None:
+def test_without_what_triton_needs_foreach_is_taken_and_fused_true_says_what(
+    cls: type[AdaBayes], recorded: Recorded
+) -> None:
     reason = "Triton needs a C compiler, and there is none (gcc); install gcc"
     _fused.BACKENDS["cpu"] = _fused.BACKENDS["cpu"]._replace(unavailable=lambda: reason)
     w = torch.zeros(3, 2)
@@ -123,7 +125,10 @@ def test_reasons_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.unavailable() is not None
     assert "no GPU" in str(device.unavailable())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for environment, said in (({"CC": "no-such-compiler"}, r"needs a C compiler.*\(no-such-compiler\)"), ({}, r"^Triton 3")):
+    for environment, said in (
+        ({"CC": "no-such-compiler"}, r"needs a C compiler.*\(no-such-compiler\)"),
+        ({}, r"^Triton 3"),
+    ):
         device.unavailable.cache_clear()
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -137,7 +142,9 @@ def test_reasons_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_triton_is_not_imported_before_it_is_needed() -> None:
     code = "import sys, torch, adabayes; assert 'triton' not in sys.modules; w = torch.zeros(3); w.grad = torch.ones(3)"
-    code += "; adabayes.AdaBayes([w]).step(); assert 'adabayes.kernels.update' not in sys.modules"  # torch may want Triton
+    code += (
+        "; adabayes.AdaBayes([w]).step(); assert 'adabayes.kernels.update' not in sys.modules"  # torch may want Triton
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -167,7 +174,8 @@ def test_float64_goes_to_foreach(recorded: Recorded) -> None:
 def test_step_counts_are_where_torch_has_them(cls: type[AdaBayes]) -> None:
     """With the parameters, if a kernel counts; on the CPU, if the host does: also those of AdaBayes-K."""
     p = torch.zeros(3, device="meta")
-    for options, where in (({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")):
+    asked: list[tuple[dict[str, Any], str]] = [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
+    for options, where in asked:
         optimizer: Any = cls([p], **options)
         assert optimizer._step_count(0.0, p, optimizer.param_groups[0]).device.type == where
     matrices: Any = AdaBayesK([p], fused=True)
@@ -236,6 +244,9 @@ def test_blocks_cover_every_element_once() -> None:
 class NoWaiting(TorchDispatchMode):
     """Refuses what would wait for a GPU: to look at a number, or to copy one to or from pageable memory."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.__name__
         if any(word in name for word in ("_local_scalar_dense", "is_nonzero", "equal.", "nonzero", "item")):
@@ -267,7 +278,9 @@ def test_nothing_in_a_step_waits_for_the_device(
 # Graphs
 
 
-def test_a_graph_reads_nothing_that_may_go_or_change(recorded: Recorded, sent: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_reads_nothing_that_may_go_or_change(
+    recorded: Recorded, sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its addresses and numbers are its own, and its tables outlive the optimizer."""
     params = with_gradients(200)
     optimizer = AdaBayes(params, fused=True, capturable=True)

@@ -39,7 +39,8 @@ def through_the_kernel(*selected: str) -> dict[str, int]:
 
 
 def test_bits_are_those_of_c_for_each_pair_of_types() -> None:
-    code = "import json; from adabayes.bench import gpu; print(json.dumps(gpu.bits('interpreter', ['AdaBayes-FP, centred'])))"
+    code = "import json; from adabayes.bench import gpu; found = gpu.bits('interpreter', ['AdaBayes-FP, centred']); "
+    code += "print(json.dumps(found))"
     name, well, said = json.loads(interpreted("-c", code).splitlines()[-1])
     assert well, said
     assert name == "bits"
@@ -48,7 +49,7 @@ def test_bits_are_those_of_c_for_each_pair_of_types() -> None:
 
 @pytest.mark.long
 def test_bits_are_those_of_c_for_each_variant_and_pair_of_types() -> None:
-    name, well, said = json.loads(interpreted("-m", "adabayes.bench.gpu").splitlines()[-1])
+    _, well, said = json.loads(interpreted("-m", "adabayes.bench.gpu").splitlines()[-1])
     assert well, said
     assert "36 variants" in said
 
@@ -57,14 +58,13 @@ def test_steps_follow_memory_scalers_and_layouts() -> None:
     steps = through_the_kernel(
         "tests/test_fused.py",
         "-k",
-        "AdaBayesFP and (moves_between or scaler or layout or memory_around or form_to_form or trusted_again or dtypes)",
+        "AdaBayesFP and (moves_between or scaler or layout or memory_around or trusted_again or several_dtypes)",
     )
     assert steps["device"] > 20
     assert steps["host"] > 20
 
 
-# Not what is about threads, C compilers or the C library; nor a test that asks for capturable on the CPU, which is refused
-# there but not here
+# Not what is about threads or compilers, nor hundreds of steps; not where the CPU refuses capturable
 LONG = {
     "tests/test_fused.py": "not threads and not instruction_set and not says_why",
     "tests/test_low_precision.py": "not small_decay and not relaxes and not small_steps and not training_with",

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adabayes import AdaBayes, AdaBayesFP, AdaBayesK, __version__, kernels
 from adabayes.bench.workloads import WORKLOADS
@@ -132,7 +132,9 @@ def bits_interpreted() -> Finding:
     command = [sys.executable, "-m", "adabayes.bench.gpu"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
-        return Finding("bits", False, f"the interpreter failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
+        return Finding(
+            "bits", False, f"the interpreter failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}"
+        )
     return Finding(*json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -16,7 +16,9 @@ __all__ = ["add", "diagnosis", "extras"]
 
 _INDENT = 14 * " "
 # A package that an extra needs, with every version of Python: "rich>=13; extra == 'lab'"
-_NEED = re.compile(r"(?P<name>[\w.-]+)[^;]*; *extra == ['\"](?P<extra>[\w.-]+)['\"]")
+_NEED = re.compile(
+    r"(?P<name>[\w.-]+)[^;]*; *(?:\(?sys_platform == .linux.\)? and )?extra == ['\"](?P<extra>[\w.-]+)['\"]"
+)
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:

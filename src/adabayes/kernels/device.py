@@ -1,7 +1,7 @@
 """The fused step on a GPU: one Triton kernel for all tensors of a kind, and the tables that it reads.
 
 Nothing here waits for the device, unless step counts are on the host and a GradScaler's verdict is not. Under
-TRITON_INTERPRET=1, decided when Triton is imported, the same kernel runs on tensors of the CPU, slowly: so it is tested.
+TRITON_INTERPRET=1, decided when Triton is imported, the same kernel runs on tensors of the CPU: so it is tested.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from torch import Tensor
 
 from adabayes.random_bits import MASK, scatter
 
-__all__ = ["BY_DEFAULT", "PAIRS", "REGISTERS", "Launch", "constants", "counting", "is_interpreted", "options", "unavailable"]
+__all__ = [
+    "BY_DEFAULT",
+    "PAIRS",
+    "REGISTERS",
+    "Launch",
+    "constants",
+    "counting",
+    "is_interpreted",
+    "options",
+    "unavailable",
+]
 
 Scalar = float | Tensor
 
@@ -37,10 +47,10 @@ COUNTED = 128  # step counts of a program
 WIDTH = 6  # of the table: addresses of parameter and state, numel, index, address of the step count
 NUMBERS = 10  # of a row: the step count and the numbers of the update
 WARPS = 4  # of a program
-# Of a thread: five programs then fit into a multiprocessor. Nvidia's compiler, left alone, keeps to 64 and spills a few.
+# Of a thread: five programs then fit into a multiprocessor. Left alone, Nvidia's compiler keeps to 64 and spills some.
 REGISTERS = 96
 
-# Whether fused=None takes this kernel. It has not been run on a GPU: not before a report of `adabayes doctor --gpu` is in.
+# Whether fused=None takes this kernel: not before a report of `adabayes doctor --gpu` from a GPU is in.
 BY_DEFAULT = False
 
 # What graphs that were captured read at each replay, however long they live: a few bytes for each tensor.
@@ -84,7 +94,9 @@ def _kernels() -> ModuleType:
 
 
 @cache
-def constants(function: str, param: torch.dtype, state: torch.dtype, round_params: bool, centred: bool) -> dict[str, Any]:
+def constants(
+    function: str, param: torch.dtype, state: torch.dtype, round_params: bool, centred: bool
+) -> dict[str, Any]:
     """Return what a variant of the kernel is compiled for."""
     import triton.language as tl
 
@@ -226,7 +238,12 @@ class Launch:
         return self._grads
 
     def _counted(
-        self, kernels: ModuleType, function: str, numbers: Mapping[str, Scalar], found_inf: Tensor | None, capturing: bool
+        self,
+        kernels: ModuleType,
+        function: str,
+        numbers: Mapping[str, Scalar],
+        found_inf: Tensor | None,
+        capturing: bool,
     ) -> Tensor:
         """Count the steps on the device, and work out a row of numbers for each tensor there."""
         rows = _Rows(self._count, self.device) if capturing or self._rows is None else self._rows

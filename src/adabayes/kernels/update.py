@@ -117,7 +117,7 @@ def fused_step(
     S_BF16: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr, BITE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One block of one tensor for each program; none, if ``found_inf`` is given and not 0."""
-    if found_inf is not None:
+    if found_inf is not None:  # noqa: SIM102 (one is decided when it is compiled)
         if tl.load(found_inf) != 0:
             return
     piece = tl.load(pieces + tl.program_id(0))  # the tensor in the upper half, the number of the block in the lower

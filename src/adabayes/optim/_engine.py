@@ -137,7 +137,7 @@ class EngineOptimizer(StatefulOptimizer):
         super().__setstate__(state)
 
     def _step_device(self, p: Tensor, group: Group) -> torch.device:
-        """As torch's fused optimizers: with the parameters, so that a GradScaler's verdict need not leave the device."""
+        """As torch's fused optimizers: with the parameters, so that a GradScaler's verdict stays on the device."""
         fused = self.KERNEL is not None and group.get("fused")
         return p.device if fused else super()._step_device(p, group)
 

@@ -174,7 +174,8 @@ class FusedSteps:
         names = ("exp_avg", self._kernel.second_state, "step")
         twice = len(set(map(id, params))) < len(params)
         for p, state in zip(params, states):
-            if reason := _unfit(p, *(state[name] for name in names), group, twice):
+            exp_avg, second_state, step = (state[name] for name in names)
+            if reason := _unfit(p, exp_avg, second_state, step, group, twice):
                 if group["fused"]:
                     raise RuntimeError(f"{reason} Leave `fused` out, and foreach is taken.")
                 return None
@@ -238,7 +239,7 @@ class Backend(NamedTuple):
 
     unavailable: Callable[[], str | None]
     pairs: set[tuple[torch.dtype, torch.dtype]]  # of parameter and state
-    launch: type[_LaunchOnCPU] | type[device.Launch]
+    launch: type[_LaunchOnCPU | device.Launch]
     by_default: bool  # whether fused=None takes them
     asynchronous: bool  # whether they run on their own, so that nothing should wait, and graphs can capture them
 
@@ -287,7 +288,8 @@ class _Plan:
         self._parts = []
         for places in kinds.values():
             backend = BACKENDS[params[places[0]].device.type]
-            launch = backend.launch(*([column[place] for place in places] for column in columns))  # type: ignore[misc]
+            chosen: list[Any] = [[column[place] for place in places] for column in columns]
+            launch = backend.launch(*chosen)
             self._parts.append(_Part(places, launch))
 
     def holds(self, params: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]] | None) -> bool:

@@ -89,7 +89,8 @@ class AdaBayes(TwoRateOptimizer):
         reduction: ``"mean"`` or ``"sum"``: how the loss was reduced over the minibatch.
         maximize: ascend instead of descending.
         foreach: the form that works on all tensors at once. None: whenever it can and there is no kernel.
-        fused: the kernel for the CPU. None: whenever it was built and can serve the parameters.
+        fused: a kernel, on CPU or GPU. None: that for the CPU, whenever it was built and can serve the parameters; that
+            for GPUs only if True, because it has not been run on one yet.
         capturable: keep the step count on the device, for CUDA graphs.
         differentiable: let autograd follow the step. With respect to a tensor ``lr``, it follows the schedule's
             part in the step, at a base learning rate that is a constant.
