@@ -1,4 +1,4 @@
-"""What the host does in a fused step on a GPU, for 1000 tensors, measured without one: ``python benchmarks/gpu_host.py``.
+"""Times what the host does in a fused step on a GPU, for 1000 tensors, without one: ``python benchmarks/gpu_host.py``.
 
 The two launches are left out, and the small operations on step counts run on the CPU in their place. So the figures are
 not times of a step on a GPU: they tell how long Python is busy, and what it costs when gradients have moved.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import subprocess
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adabayes import AdaBayes, AdaBayesFP, AdaBayesK, kernels
+from adabayes import AdaBayes, AdaBayesFP, AdaBayesK, cli, kernels
 from adabayes.bench import gpu
 from adabayes.kernels import device
 from adabayes.optim import _fused
@@ -362,6 +363,35 @@ def test_what_the_doctor_does_with_a_gpu_runs_here_on_the_cpu() -> None:
     assert gpu.scaler("cpu").well
     assert gpu.matrices("cpu").well
     assert gpu.speed("cpu", "tiny", repeats=2).said.startswith("AdamW fused ")
+
+
+def test_the_doctor_says_that_there_is_no_gpu_and_that_something_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    there_is_none, triton = itertools.islice(gpu.findings(), 2)
+    assert "none that torch can use" in there_is_none.said
+    assert triton.name == "Triton"
+    monkeypatch.setattr(gpu, "findings", lambda: [there_is_none, gpu.Finding("bits", True, "all")])
+    cli.main(["doctor", "--gpu"])
+    assert "bits      ok: all" in capsys.readouterr().out
+    monkeypatch.setattr(gpu, "findings", lambda: [gpu.Finding("bits", False, "some differ")])
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["doctor", "--gpu"])
+    assert "WRONG: some differ" in capsys.readouterr().out
+
+
+def test_a_check_that_fails_is_told_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> gpu.Finding:
+        raise OSError("no process")
+
+    monkeypatch.setattr(gpu, "bits_interpreted", fails)
+    monkeypatch.setattr(gpu, "code", lambda targets, chosen: gpu.Finding("code", True, ", ".join(targets)))
+    if not torch.cuda.is_available():
+        *_, bits, code = gpu.findings()
+        assert bits == ("bits", False, "failed: OSError: no process")
+        assert code.said == "sm_80, sm_90, sm_100, sm_120, gfx942"
 
 
 def test_differing_counts_bits() -> None:
