@@ -55,7 +55,7 @@ class Kernel(NamedTuple):
             if c.fused:
                 raise RuntimeError(f"fused=True: {reason}. Or leave `fused` out: then foreach is taken.")
             return None
-        if (like.dtype, like.dtype) not in backend.pairs or not all(_is_plain(t, like.device) for t in states):
+        if (like.dtype, like.dtype) not in backend.pairs or not all(_is_plain(state, like.device) for state in states):
             return None
         for state in states:
             check_memory("state", state)
@@ -185,7 +185,7 @@ class FusedSteps:
 class _LaunchOnCPU:
     """Tensors of one kind, for the library: what :class:`adabayes.kernels.device.Launch` is for a GPU."""
 
-    counts_on_host = False  # not those of a device, that is
+    counts_on_host = False  # the kernel itself counts
 
     def __init__(
         self,
@@ -195,9 +195,8 @@ class _LaunchOnCPU:
         steps: Sequence[Tensor] | None,
         indices: Sequence[int],
     ) -> None:
-        self._steps = params[0].new_zeros(len(params), dtype=torch.float64) if steps is None else None  # kept alive
-        if steps is None:
-            steps = list(self._steps)  # type: ignore[arg-type]
+        self._steps = torch.zeros(len(params), dtype=torch.float64)  # if there are no others
+        steps = list(self._steps) if steps is None else steps
         kinds = params[0].dtype, exp_avgs[0].dtype, steps[0].dtype
         self._types = dict(zip(("param_type", "state_type", "step_type"), map(library.DTYPES.__getitem__, kinds)))
         columns: dict[str, Iterable[int]] = {
@@ -225,7 +224,6 @@ class _LaunchOnCPU:
         if found_inf is not None and found_inf.item():
             return
         if t is not None:
-            assert self._steps is not None
             self._steps.fill_(t - 1)
         arrays = {**self._arrays, "grads": array("q", grads)}
         pointers = {name: column.buffer_info()[0] for name, column in arrays.items()}
