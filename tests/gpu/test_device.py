@@ -223,6 +223,24 @@ def test_nothing_is_sent_while_nothing_moves_and_one_copy_when_gradients_do(
     assert len(recorded.steps) == 4  # one launch a step
 
 
+@CLASSES
+def test_tables_are_made_whatever_the_default_device_is(cls: type[AdaBayes], recorded: Recorded) -> None:
+    params = with_gradients(3)
+    optimizer = cls(params, fused=True)
+    device._pieces.cache_clear()
+    with torch.device("meta"):
+        optimizer.step()
+        for p, step in zip(params, (1.0, 2.0, 3.0)):
+            optimizer.state[p]["step"].fill_(step)
+        launch = next(iter(optimizer._fused._plans.values()))._parts[0].launch
+        steps = [optimizer.state[p]["step"] for p in params]
+        numbers = {"unscale": 1.0, "beta1": 0.9, "beta2": 0.9, "shrink": 1.0, "rate": 1.0, "eps": 1.0}
+        launch.run("adabayes_fp_step", [p.grad.data_ptr() for p in params if p.grad is not None], numbers, steps=steps)
+    for launched in recorded.steps:
+        assert {launched[name].device.type for name in ("table", "grads", "pieces", "rows")} == {"cpu"}
+    assert recorded.steps[-1]["rows"][0].view(torch.int32).tolist() == [2, 3, 4]
+
+
 def test_numbers_are_written_when_they_change(recorded: Recorded) -> None:
     """Those of a row that stay are not written again, and a scheduler's learning rate arrives."""
     optimizer = AdaBayesFP(with_gradients(3), lr=0.25, fused=True, weight_decay=1.0)

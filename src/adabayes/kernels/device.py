@@ -273,7 +273,7 @@ class Launch:
             packed = array("I", [int(step) & MASK]).tobytes() + array("f", others).tobytes()
             return _sent(torch.frombuffer(bytearray(packed), dtype=torch.float32), self.device).view(NUMBERS, 1)
         rows = _Rows(1 if alike else self._count, self.device)
-        kept = torch.tensor(counts[:1] if alike else counts, dtype=torch.float64)
+        kept = torch.tensor(counts[:1] if alike else counts, dtype=torch.float64, device="cpu")
         rows.fill_(row(function, numbers, _sent(kept, self.device)))
         return rows.floats
 
@@ -331,8 +331,8 @@ def _sent(host: Tensor, device: torch.device) -> Tensor:
 @lru_cache(maxsize=256)
 def _pieces(numels: tuple[int, ...], device: torch.device) -> Tensor:
     """List the blocks of all tensors: the tensor's place in the upper half of a number, the block in the lower."""
-    blocks = -(torch.tensor(numels).neg() // BLOCK)
-    tensors = torch.repeat_interleave(torch.arange(len(numels)), blocks)
+    blocks = -(torch.tensor(numels, device="cpu").neg() // BLOCK)  # whatever torch's default device is
+    tensors = torch.repeat_interleave(torch.arange(len(numels), device="cpu"), blocks)
     ends = blocks.cumsum(0)
-    within = torch.arange(len(tensors)) - (ends - blocks)[tensors]
+    within = torch.arange(len(tensors), device="cpu") - (ends - blocks)[tensors]
     return ((tensors << 32) | within).to(device)  # once, so it may wait

@@ -195,7 +195,7 @@ class _LaunchOnCPU:
         steps: Sequence[Tensor] | None,
         indices: Sequence[int],
     ) -> None:
-        self._steps = torch.zeros(len(params), dtype=torch.float64)  # if there are no others
+        self._steps = params[0].new_zeros(len(params), dtype=torch.float64)  # if there are no others
         steps = list(self._steps) if steps is None else steps
         kinds = params[0].dtype, exp_avgs[0].dtype, steps[0].dtype
         self._types = dict(zip(("param_type", "state_type", "step_type"), map(library.DTYPES.__getitem__, kinds)))
