@@ -36,7 +36,7 @@ browser:  # for the tests of pages: Debian's Chromium, if it is not there and ca
 test-long: $(READY)  ## what takes longer: 30 kills, deaths at every file operation, damaged files, compiled training, Ctrl-C on Ray; half an hour
 	$(BIN)/pytest -m long
 
-test-gpu: $(READY)  ## the GPU's kernel without a GPU: every variant interpreted, compiled, emulated; 10 minutes
+test-gpu: $(READY)  ## the GPU's kernel without a GPU: every variant interpreted, compiled, emulated; a quarter of an hour
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "long or not long" tests/gpu
 	$(BIN)/adabayes doctor --gpu
 
