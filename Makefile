@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LAB := $(VENV)/.lab
 
-.PHONY: bench bench-lab bench-matrix browser demo docs evidence-page test test-long test-versions sanitize lint clean
+.PHONY: bench bench-lab bench-matrix browser demo docs evidence-page test test-long test-versions test-gpu sanitize lint clean
 .DELETE_ON_ERROR:
 
 demo: $(LAB)  ## the paper's nine optimizers and AdaBayes-K on handwritten digits, to a table
@@ -35,6 +35,10 @@ browser:  # for the tests of pages: Debian's Chromium, if it is not there and ca
 
 test-long: $(READY)  ## what takes longer: 30 kills, deaths at every file operation, damaged files, compiled training, Ctrl-C on Ray; half an hour
 	$(BIN)/pytest -m long
+
+test-gpu: $(READY)  ## the GPU's kernel without a GPU: every variant interpreted, compiled, emulated; a quarter of an hour
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "long or not long" tests/gpu
+	$(BIN)/adabayes doctor --gpu
 
 bench-lab: $(READY)  ## the lab's batches and training loop against the usual ones, 2 minutes
 	$(BIN)/python benchmarks/lab.py

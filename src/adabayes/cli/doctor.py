@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import platform
 import re
+import sys
 import textwrap
 
 from adabayes import __version__
@@ -15,7 +16,9 @@ __all__ = ["add", "diagnosis", "extras"]
 
 _INDENT = 14 * " "
 # A package that an extra needs, with every version of Python: "rich>=13; extra == 'lab'"
-_NEED = re.compile(r"(?P<name>[\w.-]+)[^;]*; *extra == ['\"](?P<extra>[\w.-]+)['\"]")
+_NEED = re.compile(
+    r"(?P<name>[\w.-]+)[^;]*; *(?:\(?sys_platform == .linux.\)? and )?extra == ['\"](?P<extra>[\w.-]+)['\"]"
+)
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -23,9 +26,24 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "doctor",
         help="check the installation",
         description="Prints versions, whether the fused kernels are there, which instructions they use, and which "
-        "extras are installed.",
+        "extras are installed. With --gpu, checks the fused step on the GPU: its bits against the CPU's, a step's time "
+        "against torch's AdamW, a CUDA graph and a GradScaler; without a GPU, what needs none. Takes a minute or two.",
     )
-    parser.set_defaults(run=lambda args: print(diagnosis()))
+    parser.add_argument("--gpu", action="store_true", help="check the fused step on the GPU, and print what to report")
+    parser.set_defaults(run=lambda args: _check_gpu() if args.gpu else print(diagnosis()))
+
+
+def _check_gpu() -> None:
+    """Print what was found, with a GPU as a block to paste into an issue; exit with 1 if something is wrong."""
+    import torch
+
+    from adabayes.bench import gpu
+
+    found = list(gpu.findings())
+    told = gpu.report(found)
+    print(f"Please paste this into an issue:\n\n```\n{told}\n```" if torch.cuda.is_available() else told)
+    if any(finding.well is False for finding in found):
+        sys.exit(1)
 
 
 def diagnosis() -> str:

@@ -136,6 +136,11 @@ class EngineOptimizer(StatefulOptimizer):
                 group["base_lr"] = self._base_lr({**group, "lr": group.get("initial_lr", group["lr"])})
         super().__setstate__(state)
 
+    def _step_device(self, p: Tensor, group: Group) -> torch.device:
+        """As torch's fused optimizers: with the parameters, so that a GradScaler's verdict stays on the device."""
+        fused = self.KERNEL is not None and group.get("fused")
+        return p.device if fused else super()._step_device(p, group)
+
     # State, as others have it
 
     @property  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Fused steps: which optimizers and tensors a kernel serves, and the addresses that it works on.
+"""Fused steps: which optimizers and tensors a kernel serves, on which device, and the addresses that it works on.
 
 To check all that a kernel relies on, tensor by tensor, would take longer than the kernel itself on small tensors. So
 a plan is made once and kept while it holds: the same parameters at the same addresses, with the same layout.
@@ -19,75 +19,74 @@ from torch._C._dynamo.guards import TensorGuards
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
-from adabayes.kernels import library
+from adabayes.kernels import device, library
 from adabayes.optim._state import Group, own_state
-from adabayes.optim._tensors import as_float, check_memory, has_gaps, local
+from adabayes.optim._tensors import Scalar, as_float, check_memory, has_gaps, local
 
 if TYPE_CHECKING:
     from adabayes.optim._engine import EngineOptimizer
 
-__all__ = ["FusedSteps", "Kernel"]
+__all__ = ["BACKENDS", "FusedSteps", "Kernel", "cautious_"]
 
 
 class Kernel(NamedTuple):
-    """A kernel of the library, for an optimizer whose state is ``exp_avg`` and one more entry."""
+    """A kernel, for an optimizer whose state is ``exp_avg`` and one more entry."""
 
     function: str
     second_state: str
-    numbers: Callable[[Any], dict[str, float]]  # those beyond the common ones, from the optimizer's
+    numbers: Callable[[Any], dict[str, Scalar]]  # those beyond the common ones, from the optimizer's
     serves: Callable[[Group], bool] = lambda group: True  # whether it can take a group's steps
 
-    def fill(self, c: Any, *, unscale: float, shrink: float, rate: float) -> Any:
-        """Return the structure of numbers that the kernel takes."""
+    def fill(self, c: Any, *, unscale: Scalar, shrink: Scalar, rate: Scalar) -> dict[str, Scalar]:
+        """Return the numbers that the kernel takes."""
         beta2 = getattr(c, "beta2", 0.0)
         common = {"unscale": unscale, "beta1": c.beta1, "beta2": beta2, "shrink": shrink, "rate": rate}
-        return library.NUMBERS[self.function](**common, **self.numbers(c))
+        return common | self.numbers(c)
 
     def direction(
-        self,
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        second_states: Sequence[Tensor],
-        c: Any,
-        t: float,
-        cautious: Sequence[int] = (),
+        self, grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], second_states: Sequence[Tensor], c: Any, t: float
     ) -> list[Tensor] | None:
-        """Update the state of tensors of one dtype and return their steps; None if it cannot serve them.
-
-        With ``cautious``, which says how many blocks each tensor has, the step of a block keeps what agrees with its
-        gradient, as by :meth:`~adabayes.optim._batch.Step.cautious`.
-        """
+        """Update the state of tensors of one dtype and return their steps; None if it cannot serve them."""
         like, states = exp_avgs[0], (*exp_avgs, *second_states)
-        if library.unavailable() or (like.dtype, like.dtype) not in library.PAIRS or not all(map(_is_plain, states)):
+        backend = BACKENDS.get(like.device.type)
+        if backend is None or not (backend.by_default or c.fused):
+            return None
+        if reason := backend.unavailable():
+            if c.fused:
+                raise RuntimeError(f"fused=True: {reason}. Or leave `fused` out: then foreach is taken.")
+            return None
+        if (like.dtype, like.dtype) not in backend.pairs or not all(_is_plain(state, like.device) for state in states):
             return None
         for state in states:
             check_memory("state", state)
         moves = list(map(torch.empty_like, exp_avgs))  # where weights at 0 go
         grads = [_fitting(g, move) for g, move in zip(grads, moves)]
-        steps = array("d", [t - 1]) * len(grads)
-        first = steps.buffer_info()[0]
-        numels = array("q", map(Tensor.numel, grads))
-        arrays = {
-            "params": array("q", map(_address, moves)),
-            "grads": array("q", map(_address, grads)),
-            "exp_avgs": array("q", map(_address, exp_avgs)),
-            "second_states": array("q", map(_address, second_states)),
-            "steps": array("q", range(first, first + 8 * len(steps), 8)),
-            "numels": numels,
-            "indices": array("q", [0]) * len(grads),
-        }
-        kind = library.DTYPES[like.dtype]
-        types = {"param_type": kind, "state_type": kind, "step_type": library.DTYPES[torch.float64]}
-        _call(self.function, arrays, self.fill(c, unscale=1.0, shrink=0.0, rate=-as_float(c.rate)), **types)
-        if cautious:
-            blocks = {"params": array("q"), "grads": array("q"), "numels": array("q")}
-            for move, grad, numel, count in zip(arrays["params"], arrays["grads"], numels, cautious):
-                size = numel // count * like.element_size() or 1  # of a tensor without elements, there is nothing to do
-                blocks["params"].extend(range(move, move + count * size, size))
-                blocks["grads"].extend(range(grad, grad + count * size, size))
-                blocks["numels"].extend([numel // count] * count)
-            _call("adabayes_cautious", blocks, library.NUMBERS["adabayes_cautious"](), **types)
+        launch = backend.launch(moves, exp_avgs, second_states, None, [0] * len(grads))
+        launch.run(self.function, list(map(_address, grads)), self.fill(c, unscale=1.0, shrink=0.0, rate=-c.rate), t=t)
         return moves
+
+
+def cautious_(moves: Sequence[Tensor], grads: Sequence[Tensor], blocks: Sequence[int]) -> bool:
+    """Change steps as :meth:`~adabayes.optim._batch.Step.cautious` does, each of a tensor's equal blocks for itself.
+
+    Return whether there is a kernel for it: on the CPU there is.
+    """
+    like = moves[0]
+    if not like.is_cpu or like.dtype not in (torch.float32, torch.float64) or library.unavailable():
+        return False
+    columns = {"params": array("q"), "grads": array("q"), "numels": array("q")}
+    grads = [_fitting(g, move) for g, move in zip(grads, moves)]
+    for move, grad, number in zip(moves, grads, blocks):
+        numel = move.numel() // number
+        size = numel * move.element_size() or 1  # without elements there is nothing to do
+        for name, t in (("params", move), ("grads", grad)):
+            columns[name].extend(range(t.data_ptr(), t.data_ptr() + number * size, size))
+        columns["numels"].extend([numel] * number)
+    types = {"param_type": library.DTYPES[like.dtype], "state_type": library.DTYPES[like.dtype]}
+    pointers = {name: column.buffer_info()[0] for name, column in columns.items()}
+    tensors = library.Tensors(count=len(columns["numels"]), threads=torch.get_num_threads(), **types, **pointers)
+    library.call("adabayes_cautious", tensors, library.NUMBERS["adabayes_cautious"]())
+    return True
 
 
 class FusedSteps:
@@ -124,23 +123,19 @@ class FusedSteps:
                 "`fused` does not support `differentiable`: autograd cannot follow a kernel. Leave `fused` out, and "
                 "the single-tensor form is taken."
             )
-        for other in ("foreach", "capturable"):
-            if group[other]:
-                raise RuntimeError(f"`fused` and `{other}` cannot be `True` together. Leave one of them out.")
-        if reason := library.unavailable():
+        if group["foreach"]:
+            raise RuntimeError("`fused` and `foreach` cannot be `True` together. Leave one of them out.")
+        if (reason := library.unavailable()) and not torch.cuda.is_available():
             raise RuntimeError(f"fused=True: {reason}. Or leave `fused` out: then foreach is taken.")
 
     def step(self, optimizer: EngineOptimizer, group: Group) -> bool:
         """Take a step with a kernel, if there is one for all tensors of the group; return whether it was taken."""
-        if self._kernel is None or torch.compiler.is_compiling() or library.unavailable():
+        if self._kernel is None or torch.compiler.is_compiling():
             return False
         wanted = group["fused"]
         if not wanted and (wanted is False or group["foreach"] is not None):
             return False
-        if group["differentiable"] or group["capturable"] or not self._kernel.serves(group):
-            return False
-        c = optimizer.numbers(group, as_float(group["lr"]))
-        if c is None:
+        if group["differentiable"] or not self._kernel.serves(group):
             return False
         params, grads = group["params"], [p.grad for p in group["params"]]
         if any(map(is_, grads, repeat(None))):
@@ -148,6 +143,15 @@ class FusedSteps:
             grads = [grad for grad in grads if grad is not None]
         if not params:
             return True
+        backend = BACKENDS.get(params[0].device.type)
+        if not wanted and (backend is None or not backend.by_default or backend.unavailable()):
+            return False
+        if group["capturable"] and not (wanted and backend is not None and backend.asynchronous):
+            return False
+        lr = _kept(group["lr"], params[0].device)
+        c = optimizer.numbers(group, lr)
+        if c is None:
+            return False
         plan = self._plans.get(id(group))
         if plan is None or not plan.holds(params, own_state(optimizer) if self._lent else None):
             self._plans.pop(id(group), None)
@@ -159,17 +163,19 @@ class FusedSteps:
             self._look(optimizer)
         grads = plan.fitting(grads)
         found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and found_inf.item():
+        if found_inf is not None and not (backend and backend.asynchronous) and found_inf.item():
             return True
         scale = getattr(optimizer, "grad_scale", None)
-        weight_decay, rate = group["weight_decay"], as_float(c.rate)
+        if scale is not None:
+            scale = _kept(scale, params[0].device)
+        weight_decay = group["weight_decay"]
         numbers = self._kernel.fill(
             c,
-            unscale=1.0 if scale is None else 1.0 / as_float(scale),
-            shrink=1 - as_float(group["lr"]) * weight_decay if weight_decay else 1.0,
-            rate=-rate if group["maximize"] else rate,
+            unscale=1.0 if scale is None else 1.0 / scale,
+            shrink=1 - lr * weight_decay if weight_decay else 1.0,
+            rate=-c.rate if group["maximize"] else c.rate,
         )
-        plan.run(self._kernel.function, grads, numbers, group["seed"], group["stochastic_rounding"])
+        plan.run(self._kernel.function, grads, numbers, found_inf, group["seed"], group["stochastic_rounding"])
         return True
 
     def _look(self, optimizer: EngineOptimizer) -> None:
@@ -189,20 +195,87 @@ class FusedSteps:
             states = [{name: local(entry) for name, entry in state.items()} for state in states]
             params = [local(p) for p in params]
         names = ("exp_avg", self._kernel.second_state, "step")
+        twice = len(set(map(id, params))) < len(params)
         for p, state in zip(params, states):
-            if reason := _unfit(p, *(state[name] for name in names)):
+            exp_avg, second_state, step = (state[name] for name in names)
+            if reason := _unfit(p, exp_avg, second_state, step, group, twice):
                 if group["fused"]:
                     raise RuntimeError(f"{reason} Leave `fused` out, and foreach is taken.")
                 return None
         return _Plan(params, states, names, indices)
 
 
+class _LaunchOnCPU:
+    """Tensors of one kind, for the library: what :class:`adabayes.kernels.device.Launch` is for a GPU."""
+
+    counts_on_host = False  # the kernel itself counts
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        second_states: Sequence[Tensor],
+        steps: Sequence[Tensor] | None,
+        indices: Sequence[int],
+    ) -> None:
+        self._steps = params[0].new_zeros(len(params), dtype=torch.float64)  # if there are no others
+        steps = list(self._steps) if steps is None else steps
+        kinds = params[0].dtype, exp_avgs[0].dtype, steps[0].dtype
+        self._types = dict(zip(("param_type", "state_type", "step_type"), map(library.DTYPES.__getitem__, kinds)))
+        columns: dict[str, Iterable[int]] = {
+            "params": map(_address, params),
+            "exp_avgs": map(_address, exp_avgs),
+            "second_states": map(_address, second_states),
+            "steps": map(_address, steps),
+            "numels": map(Tensor.numel, params),
+            "indices": indices,
+        }
+        self._arrays = {name: array("q", column) for name, column in columns.items()}
+
+    def run(
+        self,
+        function: str,
+        grads: Sequence[int],
+        numbers: Mapping[str, Scalar],
+        *,
+        steps: Sequence[Tensor] | None = None,
+        t: float | None = None,
+        found_inf: Tensor | None = None,
+        seed: int = 0,
+        round_params: bool = False,
+    ) -> None:
+        if found_inf is not None and found_inf.item():
+            return
+        if t is not None:
+            self._steps.fill_(t - 1)
+        arrays = {**self._arrays, "grads": array("q", grads)}
+        pointers = {name: column.buffer_info()[0] for name, column in arrays.items()}
+        options: dict[str, int] = {"seed": seed, "round_params": round_params, **self._types, **pointers}
+        tensors = library.Tensors(count=len(grads), threads=torch.get_num_threads(), **options)
+        library.call(function, tensors, library.NUMBERS[function](**{k: as_float(x) for k, x in numbers.items()}))
+
+
+class Backend(NamedTuple):
+    """The kernels of one type of device."""
+
+    unavailable: Callable[[], str | None]
+    pairs: set[tuple[torch.dtype, torch.dtype]]  # of parameter and state
+    launch: type[_LaunchOnCPU | device.Launch]
+    by_default: bool  # whether fused=None takes them
+    asynchronous: bool  # whether they run on their own, so that nothing should wait, and graphs can capture them
+
+
+BACKENDS = {
+    "cpu": Backend(library.unavailable, library.PAIRS, _LaunchOnCPU, by_default=True, asynchronous=False),
+    "cuda": Backend(device.unavailable, device.PAIRS, device.Launch, by_default=device.BY_DEFAULT, asynchronous=True),
+}
+
+
 class _Part(NamedTuple):
-    """Tensors of a plan for which there is one kernel: what is handed to C, and which of the plan's they are."""
+    """Tensors of a plan for which there is one kernel, and which of the plan's they are."""
 
     places: list[int]
-    types: dict[str, int]
-    arrays: dict[str, array[int]]
+    launch: _LaunchOnCPU | device.Launch
 
 
 class _Plan:
@@ -229,25 +302,16 @@ class _Plan:
         self._entry_addresses = list(map(_address, self._entries))
         self._memory = [t.untyped_storage() for t in params]
         self._entry_memory = [t.untyped_storage() for t in self._entries]
-        columns = {
-            "params": self._addresses,
-            "exp_avgs": self._entry_addresses[0::3],
-            "second_states": self._entry_addresses[1::3],
-            "steps": self._entry_addresses[2::3],
-            "numels": list(map(Tensor.numel, params)),
-            "indices": indices,
-        }
-        kinds: dict[tuple[torch.dtype, ...], list[int]] = {}
-        for place, (p, m, step) in enumerate(zip(params, self._entries[0::3], self._entries[2::3])):
-            kinds.setdefault((p.dtype, m.dtype, step.dtype), []).append(place)
-        self._parts = [
-            _Part(
-                places,
-                dict(zip(("param_type", "state_type", "step_type"), map(library.DTYPES.__getitem__, kind))),
-                {name: array("q", [column[place] for place in places]) for name, column in columns.items()},
-            )
-            for kind, places in kinds.items()
-        ]
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        columns = (self._params, *(self._entries[i::3] for i in range(3)), indices)
+        for place, (p, m, _, step, _) in enumerate(zip(*columns)):
+            kinds.setdefault((p.device, p.dtype, m.dtype, step.device, step.dtype), []).append(place)
+        self._parts = []
+        for places in kinds.values():
+            backend = BACKENDS[params[places[0]].device.type]
+            chosen: list[Any] = [[column[place] for place in places] for column in columns]
+            launch = backend.launch(*chosen)
+            self._parts.append(_Part(places, launch))
 
     def holds(self, params: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]] | None) -> bool:
         """Tell whether the plan is for these parameters, and they are where they were; so for their state, if given."""
@@ -293,41 +357,63 @@ class _Plan:
             self._gradient_guard = _guard(grads)
         return fitting
 
-    def run(self, function: str, grads: list[Tensor], numbers: Any, seed: int, round_params: bool) -> None:
+    def run(
+        self,
+        function: str,
+        grads: list[Tensor],
+        numbers: Mapping[str, Scalar],
+        found_inf: Tensor | None,
+        seed: int,
+        round_params: bool,
+    ) -> None:
         """Take a step. The plan must hold, and the gradients must fit."""
         addresses = list(map(_address, grads))
         if 0 in addresses:
             for g, address in zip(grads, addresses):
                 if not address:
                     check_memory("gradient", g)
-        for places, types, arrays in self._parts:
-            chosen = addresses if len(self._parts) == 1 else itemgetter(*places, places[0])(addresses)[:-1]
-            arrays["grads"] = array("q", chosen)
-            _call(function, arrays, numbers, **types, round_params=round_params, seed=seed)
+        for places, launch in self._parts:
+            chosen = addresses if len(self._parts) == 1 else [addresses[place] for place in places]
+            steps = [self._entries[3 * place + 2] for place in places] if launch.counts_on_host else None
+            launch.run(
+                function, chosen, numbers, steps=steps, found_inf=found_inf, seed=seed, round_params=round_params
+            )
         torch.autograd.graph.increment_version(self._params)  # as after any other change in place
 
 
-def _call(function: str, arrays: Mapping[str, array[int]], numbers: Any, **options: int) -> None:
-    pointers = {name: column.buffer_info()[0] for name, column in arrays.items()}
-    count, threads = len(arrays["params"]), torch.get_num_threads()
-    library.call(function, library.Tensors(count=count, threads=threads, **options, **pointers), numbers)
+def _kept(value: Scalar, where: torch.device) -> Scalar:
+    """Return a setting as a number; one on a GPU as a 0-dim tensor of float64, not to wait for it."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_cpu or where.type == "cpu":
+        return as_float(value)
+    return value.squeeze().to(where, torch.float64, non_blocking=True)
 
 
-def _is_plain(t: Tensor) -> bool:
-    return type(t) is Tensor and t.is_cpu and t.is_contiguous() and not _is_lazy(t)
+def _is_plain(t: Tensor, where: torch.device) -> bool:
+    return type(t) is Tensor and t.device == where and t.is_contiguous() and not _is_lazy(t)
 
 
-def _unfit(p: Tensor, exp_avg: Tensor, second_state: Tensor, step: Tensor) -> str | None:
+def _unfit(p: Tensor, exp_avg: Tensor, second_state: Tensor, step: Tensor, group: Group, twice: bool) -> str | None:
     """Return why no kernel can serve a parameter and its state, or None if one can."""
     what = f"a parameter of shape {tuple(p.shape)}"
-    if not (p.is_cpu and exp_avg.is_cpu and second_state.is_cpu and step.is_cpu) or not p.is_floating_point():
+    backend = BACKENDS.get(p.device.type)
+    if backend is None or not exp_avg.device == second_state.device == p.device or not p.is_floating_point():
         return (
-            "`fused=True` requires all the params to be floating point Tensors of supported devices: ['cpu'], but "
-            f"{what} is of {p.dtype} on {p.device}, its state on {exp_avg.device}."
+            "`fused=True` requires all the params to be floating point Tensors of supported devices: "
+            f"{list(BACKENDS)}, but {what} is of {p.dtype} on {p.device}, its state on {exp_avg.device}."
         )
+    if not (group["fused"] or backend.by_default):
+        return f"the kernel for {p.device} is not taken unasked."
+    if reason := backend.unavailable():
+        return f"fused=True: {reason}."
+    if twice and backend.asynchronous:
+        return "fused=True: a parameter is twice in its group, and both of its steps would be taken at once."
+    if step.device != p.device and (group["capturable"] or not step.is_cpu):
+        return f"fused=True: {what} is on {p.device}, but its step count on {step.device}."
     if type(p) not in (Tensor, Parameter) or any(type(t) is not Tensor for t in (exp_avg, second_state, step)):
         return f"fused=True: {what} is a {type(p).__name__}, its state a {type(exp_avg).__name__}, not a plain tensor."
-    if exp_avg.dtype != second_state.dtype or (p.dtype, exp_avg.dtype) not in library.PAIRS:
+    if exp_avg.dtype != second_state.dtype or (p.dtype, exp_avg.dtype) not in backend.pairs:
         return f"fused=True: there is no kernel for parameters of {p.dtype} with state of {exp_avg.dtype}."
     if step.dtype not in (torch.float32, torch.float64) or step.numel() != 1:
         return f"fused=True: the step count of {what} is {step!r}, not a number of torch.float32 or torch.float64."
@@ -353,10 +439,10 @@ def _fitting(g: Tensor, p: Tensor) -> Tensor:
             f"a parameter of shape {tuple(p.shape)} has a gradient of shape {tuple(g.shape)}; was its data replaced "
             "after the backward pass? Call zero_grad() first."
         )
-    plain = type(g) in (Tensor, Parameter) and g.is_cpu and not _is_lazy(g)
+    plain = type(g) in (Tensor, Parameter) and g.device == p.device and not _is_lazy(g)
     if plain and g.dtype == p.dtype and _laid_out_alike(g, p):
         return g
-    if type(g) is Tensor and g.is_cpu and not g._is_zerotensor():
+    if type(g) is Tensor and (g.is_cpu or g.is_cuda) and not g._is_zerotensor():
         check_memory("gradient", g)
     return torch.empty_like(p, requires_grad=False).copy_(g)
 

@@ -98,7 +98,7 @@ class StatefulOptimizer(Optimizer):
 
     def _make_state(self, p: Tensor, state: dict[str, Any], group: Group) -> None:
         low = self.state_dtype_of(p, group)
-        made: dict[str, Tensor] = {"step": _step_count(0.0, p, group)}
+        made: dict[str, Tensor] = {"step": self._step_count(0.0, p, group)}
         for name, entry in self._entries(group, p).items():
             dtype = low if entry.low else _wide(p.dtype)
             if entry.shape is None:
@@ -106,6 +106,19 @@ class StatefulOptimizer(Optimizer):
             else:
                 made[name] = torch.zeros(entry.shape_for(p), dtype=dtype.to_real(), device=p.device)
         state.update(made)
+
+    def _step_count(self, value: float, p: Tensor, group: Group) -> Tensor:
+        """Make a step count, with the dtype that torch's optimizers choose."""
+        double = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+        dtype = torch.float64 if double else torch.float32
+        return torch.tensor(value, dtype=dtype, device=self._step_device(p, group))
+
+    def _step_device(self, p: Tensor, group: Group) -> torch.device:
+        """Return where the step count of a parameter is.
+
+        On the CPU it costs no launch and no waiting; graphs can only capture one on the device.
+        """
+        return p.device if group["capturable"] else torch.device("cpu")
 
     # Loading it
 
@@ -117,7 +130,7 @@ class StatefulOptimizer(Optimizer):
             for p in group["params"]:
                 p_state = self.state.get(p)
                 if p_state and not isinstance(p_state["step"], Tensor):
-                    p_state["step"] = _step_count(float(p_state["step"]), p, group)
+                    p_state["step"] = self._step_count(float(p_state["step"]), p, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned. Unlike torch's, this does not round fp32 state to bf16 or fp16."""
@@ -140,6 +153,9 @@ class StatefulOptimizer(Optimizer):
                             dtype = dtype if entry.shape is None else dtype.to_real()
                             value = value.to(device=p.device, dtype=dtype)
                             self.state[p][name] = value if is_aligned(value) else value.clone()
+                        elif name == "step" and isinstance(value, Tensor):  # where torch would put it is not always
+                            step = self.state[p][name]
+                            self.state[p][name] = step.to(self._step_device(p, group))
 
         hooks = (
             self.register_load_state_dict_pre_hook(remember),
@@ -199,16 +215,6 @@ def dtype_name(dtype: Any) -> str | None:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Return the precision that state has at least: a change of one part in a thousand is lost in bf16."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _step_count(value: float, p: Tensor, group: Group) -> Tensor:
-    """Make a step count, with the dtype and on the device that torch's optimizers choose.
-
-    On the CPU it costs no kernel launch and no synchronisation; graphs can only capture one on the device.
-    """
-    double = torch.get_default_dtype() == torch.float64 and not group.get("fused")
-    dtype = torch.float64 if double else torch.float32
-    return torch.tensor(value, dtype=dtype, device=p.device if group["capturable"] else "cpu")
 
 
 def _name_of(i: int, group: Group) -> str:

@@ -40,13 +40,13 @@ class _Numbers(NamedTuple):
         """Return the gain at which a filter starts: exactly at its fixed point, in the paper at lr_sgd."""
         return fixed_point((self.to_mean * gradient) ** 2, self.eta, self.lr_sgd) if self.exact else self.lr_sgd
 
-    def for_kernel(self) -> dict[str, float]:
-        lr_sgd = as_float(self.lr_sgd)
+    def for_kernel(self) -> dict[str, Scalar]:
+        lr_sgd = self.lr_sgd
         return {
-            "forget": as_float(self.forget),
-            "noise": as_float(self.noise),
+            "forget": self.forget,
+            "noise": self.noise,
             "information": self.information,
-            "half": 0.5 / lr_sgd if lr_sgd else math.inf,
+            "half": 0.5 / lr_sgd if isinstance(lr_sgd, Tensor) or lr_sgd else math.inf,
             "slope": self.to_mean / self.eta if self.exact else 0.0,
         }
 
@@ -91,7 +91,8 @@ class AdaBayes(TwoRateOptimizer):
         reduction: ``"mean"`` or ``"sum"``: how the loss was reduced over the minibatch.
         maximize: ascend instead of descending.
         foreach: the form that works on all tensors at once. None: whenever it can and there is no kernel.
-        fused: the kernel for the CPU. None: whenever it was built and can serve the parameters.
+        fused: a kernel, on CPU or GPU. None: that for the CPU, whenever it was built and can serve the parameters; that
+            for GPUs only if True, because it has not been run on one yet.
         capturable: keep the step count on the device, for CUDA graphs.
         differentiable: let autograd follow the step. With respect to a tensor ``lr``, it follows the schedule's
             part in the step, at a base learning rate that is a constant.

@@ -73,7 +73,8 @@ class AdaBayesFP(TwoRateOptimizer):
             full batches.
         maximize: ascend instead of descending.
         foreach: the form that works on all tensors at once. None: whenever it can and there is no kernel.
-        fused: the kernel for the CPU. None: whenever it was built and can serve the parameters.
+        fused: a kernel, on CPU or GPU. None: that for the CPU, whenever it was built and can serve the parameters; that
+            for GPUs only if True, because it has not been run on one yet.
         capturable: keep the step count on the device, for CUDA graphs.
         differentiable: let autograd follow the step.
         state_dtype: ``torch.bfloat16`` halves the state, to 4 bytes per weight, with stochastic rounding.

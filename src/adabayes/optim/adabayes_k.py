@@ -27,6 +27,7 @@ from adabayes.eigenbasis import (
 )
 from adabayes.optim._checks import check_range, explains_unknown
 from adabayes.optim._engine import Batch, Group, Step
+from adabayes.optim._fused import cautious_
 from adabayes.optim._stack import cat, cat_
 from adabayes.optim._state import Entry
 from adabayes.optim._tensors import Scalar, as_float, real_view
@@ -193,12 +194,16 @@ class AdaBayesK(AdaBayesFP):
     ) -> Step:
         """Do what AdaBayes-FP does, by its kernel if there is one for these tensors; be cautious over these axes."""
         averages = state["exp_avg"].tensors, state["exp_avg_sq"].tensors
-        if c.fused is not False:
-            counts = [len(x) if axes else 1 for x in gradient.tensors] if c.cautious else []
-            if moves := SETTLED.direction(gradient.tensors, *averages, c, as_float(t), counts):
-                return Step(Batch(moves, True))
-        step = super().direction(gradient, state, c._replace(cautious=False), t)
-        return step.cautious(gradient, axes) if c.cautious else step
+        moves = None if c.fused is False else SETTLED.direction(gradient.tensors, *averages, c, as_float(t))
+        if moves is None:
+            step = super().direction(gradient, state, c._replace(cautious=False), t)
+        else:
+            step = Step(Batch(moves, True))
+        if not c.cautious:
+            return step
+        if moves and cautious_(moves, gradient.tensors, [len(x) if axes else 1 for x in moves]):
+            return step
+        return step.cautious(gradient, axes)
 
     def _due(self, indices: Sequence[int], numbers: Sequence[int], refresh: int, t: int) -> list[int]:
         """Return which blocks are refreshed at this step, of parameters that have so many of them."""

@@ -1,0 +1,126 @@
+"""Compiles the kernel for GPUs ahead of time, which needs Triton but no GPU, and looks at the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from adabayes.kernels import device
+
+__all__ = ["TARGETS", "Compiled", "Variant", "compile_counting", "compile_for", "variants"]
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+# Contracted, approximated or flushed: not what C computes. The integers' mad and fma have no rounding.
+_FORBIDDEN = re.compile(r"\b(?:fma|mad)\.\w*\.?f\d+|\bfma\.|\.approx|\.ftz|\bdiv\.full")
+_WIDE = re.compile(r"\b(?:ld|st)\.global\S*\.v(\d)\.b(\d+)")
+
+
+class Variant(NamedTuple):
+    """A variant of the kernel."""
+
+    function: str
+    param: torch.dtype
+    state: torch.dtype
+    round_params: bool = False
+    centred: bool = False
+    found_inf: bool = False
+
+    @property
+    def bytes_per_weight(self) -> int:
+        """Return what a step must read and write: the gradient, and parameter and state twice."""
+        return 3 * self.param.itemsize + 4 * self.state.itemsize
+
+    def __str__(self) -> str:
+        options = [name for name in ("round_params", "centred", "found_inf") if getattr(self, name)]
+        types = f"{str(self.param).removeprefix('torch.')}/{str(self.state).removeprefix('torch.')}"
+        return " ".join([self.function.removesuffix("_step"), types, *options])
+
+
+class Compiled(NamedTuple):
+    """Code for a target, and what can be told of it."""
+
+    code: str  # PTX, or AMD's assembly
+    registers: int
+    spills: int  # bytes, or registers
+    wide_bytes: float | None  # read and written per weight in vectors of 128 bits and more, if it is PTX
+
+    @property
+    def forbidden(self) -> list[str]:
+        """Return the instructions that would not give the bits of the CPU; PTX alone can tell."""
+        return [] if self.wide_bytes is None else sorted(set(_FORBIDDEN.findall(self.code)))
+
+
+def variants() -> Iterator[Variant]:
+    """Yield every variant that a step can ask for."""
+    for (function, centred), (param, state), found_inf in product(
+        (("adabayes_step", False), ("adabayes_fp_step", False), ("adabayes_fp_step", True)),
+        sorted(device.PAIRS, key=str),
+        (False, True),
+    ):
+        for round_params in (False, True)[: 1 + (param == torch.bfloat16)]:
+            yield Variant(function, param, state, round_params, centred, found_inf)
+
+
+def compile_for(target: str, variant: Variant) -> Compiled:
+    """Compile a variant for a target, such as sm_90 or gfx942."""
+    from adabayes.kernels.update import fused_step
+
+    pointers = {"table": "*i64", "grads": "*i64", "pieces": "*i64", "rows": "*fp32"}
+    numbers = {"columns": "i32", "seed": "i32"}
+    asm = _asm(fused_step, pointers, numbers, device.constants(*variant[:5]), variant.found_inf, target)
+    if "ptx" not in asm:
+        code = asm["amdgcn"]
+        spills = sum(map(int, re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", code)))
+        return Compiled(code, max(map(int, re.findall(r"\.vgpr_count:\s*(\d+)", code))), spills, None)
+    elements = device.BLOCK // (32 * device.WARPS)  # of a thread
+    wide = sum(int(n) * int(bits) // 8 for n, bits in _WIDE.findall(asm["ptx"]) if int(n) * int(bits) >= 128)
+    used = _resources(asm["cubin"])
+    return Compiled(asm["ptx"], used["REG"], used["STACK"] + used["LOCAL"], wide / elements)
+
+
+def compile_counting(target: str, step: torch.dtype, found_inf: bool) -> str:
+    """Compile the kernel that counts steps; return its PTX."""
+    from adabayes.kernels.update import count_steps
+
+    pointers = {"table": "*i64", "counts": "*fp64"}
+    code: str = _asm(count_steps, pointers, {"tensors": "i32"}, device.counting(step), found_inf, target)["ptx"]
+    return code
+
+
+def _asm(
+    kernel: Any, pointers: dict[str, str], numbers: dict[str, str], fixed: dict[str, Any], found_inf: bool, target: str
+) -> Any:
+    """Compile a kernel as a launch would, whose tables are aligned as torch aligns them."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {**pointers, "found_inf": "*fp32", **numbers, **dict.fromkeys(fixed, "constexpr")}
+    if not found_inf:
+        signature["found_inf"] = "constexpr"
+        fixed = {**fixed, "found_inf": None}
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    nvidia = target.startswith("sm_")
+    where = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
+    source = ASTSource(kernel, signature, fixed, aligned)
+    return triton.compile(source, target=where, options=device.options(nvidia)).asm
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """Return registers, stack and local memory of a kernel, by the tool that comes with Triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        command = [str(tool), "--dump-resource-usage", str(file)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
