@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytorch_optimizer import SOAP
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adabayes import AdaBayesFP, AdaBayesK, eigenbasis
 from adabayes.filtering import fixed_point
@@ -483,3 +484,36 @@ def test_what_it_cannot_do_is_said() -> None:
     w.grad = torch.zeros(3, 3).to_sparse()
     with pytest.raises(RuntimeError, match="does not support sparse gradients"):
         AdaBayesK([w]).step()
+
+
+class _Waits(TorchDispatchMode):
+    """Notes where a program would wait for a device: where it asks for a number, or for how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        asks = name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero")
+        if asks and args[0].dtype != torch.float64:  # step counts, which are on the host, are float64 here
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_after_the_first_a_step_waits_for_no_number() -> None:
+    """So nothing in it waits for a GPU, refreshes included; seen on the CPU, where the same code runs."""
+    params = [torch.ones(shape) for shape in ((12, 8), (5, 3), (6,), (4, 2, 3, 3))]
+    optimizer = AdaBayesK(params, refresh=2, block_size=4, fused=False)
+    for t in range(5):
+        for p in params:
+            p.grad = torch.randn(p.shape)
+        if t == 1:
+            for state in optimizer.state.values():
+                state["step"] = state["step"].double()
+        with _Waits() as waits:
+            optimizer.step()
+        assert t == 0 or not waits.seen
+    with _Waits() as waits:
+        params[0].sum().item()
+    assert waits.seen == ["aten::_local_scalar_dense"]

@@ -103,7 +103,7 @@ class AdaBayesK(AdaBayesFP):
         batch_size: needed with ``reduction="sum"``; otherwise it has cancelled.
         maximize: ascend instead of descending.
         foreach: the form that works on all matrices of a shape at once. None: whenever it can.
-        fused: the kernel for the CPU, for what is done element by element. None: whenever it was built.
+        fused: a kernel for what is done element by element. None: that of the CPU, whenever it was built.
         state_dtype: ``torch.bfloat16`` halves the two averages, with stochastic rounding; factors and bases stay fp32.
         stochastic_rounding: round bf16 parameters stochastically, so that small steps are not lost.
         seed: of the rounding.
