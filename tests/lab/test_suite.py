@@ -14,7 +14,7 @@ from scipy import stats
 from adabayes.cli import main
 from adabayes.lab import protocol, suite
 from adabayes.lab.protocol import Protocol, ProtocolError
-from adabayes.lab.report import suite_page
+from adabayes.lab.report import suite_figure, suite_page
 from adabayes.lab.run.folder import folder_of
 from adabayes.lab.suite import Final, Record, Trial
 
@@ -303,3 +303,16 @@ def test_a_comparison_is_told_in_a_sentence(tmp_path: Path) -> None:
     assert suite.sentence(chosen, specs, tmp_path) == (
         "AdamW ends at the lowest loss, 1.1; AdaBayes-K is next with 1.5."
     )
+
+
+def test_the_figure_has_a_panel_for_each_workload_and_a_row_for_each_optimizer(tmp_path: Path) -> None:
+    figure = suite_figure.draw([record(), record("two")])
+    *panels, last = figure.axes
+    assert [ax.get_title() for ax in panels] == ["one", "two"]
+    assert all(len(ax.lines) == len(NAMES) + 1 for ax in panels)  # and the target
+    assert [label.get_text() for label in last.get_yticklabels()] == list(NAMES)
+    points = [line.get_xydata().tolist() for line in last.lines]
+    assert points == [[[1.0, 0.0], [1.0, 0.0]], [[0.5, 1.0], [0.5, 1.0]], []]
+    files = suite_figure.write([record()], tmp_path)
+    assert [file.suffix for file in files] == [".svg", ".png"]
+    assert all(file.stat().st_size > 1000 for file in files)

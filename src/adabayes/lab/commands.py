@@ -196,13 +196,14 @@ def tune(request: requests.Tune) -> None:
 
 
 def suite(request: requests.Suite) -> None:
-    from adabayes.lab.report import suite_page
+    from adabayes.lab.report import suite_figure, suite_page
 
     found, outcomes = (suites.read(request.records), []) if request.records else _suite(request)
     page = suite_page.write(found, request.out)
+    picture = suite_figure.write(found, request.out)[-1]
     for table in suite_page.tables(found):
         show(table)
-    print(f"{page} shows it all; open it in a browser")
+    print(f"{page} shows it all; open it in a browser. A picture of it: {picture}")
     _check(outcomes, request.command)
 
 

@@ -28,11 +28,11 @@ except ImportError as error:
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLUMN", "TEXT", "print_style", "save", "write"]
+__all__ = ["COLUMN", "DASHES", "TEXT", "print_style", "save", "write"]
 
 COLUMN, TEXT = 3.4, 7.0  # inches: the width of a column, and of both
 _FORMATS = ("pdf", "svg", "png")
-_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
+DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
 _STYLE: dict[Any, Any] = {
     "font.size": 8,
     "axes.titlesize": 8,
@@ -72,13 +72,13 @@ def print_style() -> Iterator[None]:
         yield
 
 
-def save(figure: Figure, path: Path) -> list[Path]:
-    """Write a figure in all formats; the same bytes each time."""
+def save(figure: Figure, path: Path, formats: Sequence[str] = _FORMATS) -> list[Path]:
+    """Write a figure in these formats; the same bytes each time."""
     undated: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # laid out once for all
-    files = [path.with_name(f"{path.name}.{suffix}") for suffix in _FORMATS]
-    for file, kind in zip(files, _FORMATS):
+    files = [path.with_name(f"{path.name}.{suffix}") for suffix in formats]
+    for file, kind in zip(files, formats):
         drawn = io.BytesIO()
         figure.savefig(drawn, format=kind, dpi=300, metadata=undated[kind])
         write_atomically(file, drawn.getvalue())
@@ -140,7 +140,7 @@ def _plain(text: str) -> str:
 
 def _line(optimizer: dict[str, Any]) -> dict[str, Any]:
     width = 1.5 if optimizer["ours"] else 1.0
-    return {"color": optimizer["light"], "linestyle": _DASHES[optimizer["dash"]], "linewidth": width}
+    return {"color": optimizer["light"], "linestyle": DASHES[optimizer["dash"]], "linewidth": width}
 
 
 def _rates(runs: Sequence[dict[str, Any]]) -> Figure:
