@@ -490,7 +490,7 @@ class _Waits(TorchDispatchMode):
     """Notes where a program would wait for a device: where it asks for a number, or for how many there are."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from scipy import stats
 
@@ -311,7 +312,7 @@ def test_the_figure_has_a_panel_for_each_workload_and_a_row_for_each_optimizer(t
     assert [ax.get_title() for ax in panels] == ["one", "two"]
     assert all(len(ax.lines) == len(NAMES) + 1 for ax in panels)  # and the target
     assert [label.get_text() for label in last.get_yticklabels()] == list(NAMES)
-    points = [line.get_xydata().tolist() for line in last.lines]
+    points = [np.asarray(line.get_xydata()).tolist() for line in last.lines]
     assert points == [[[1.0, 0.0], [1.0, 0.0]], [[0.5, 1.0], [0.5, 1.0]], []]
     files = suite_figure.write([record()], tmp_path)
     assert [file.suffix for file in files] == [".svg", ".png"]
