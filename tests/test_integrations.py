@@ -386,7 +386,8 @@ def test_state_and_diagnostics_are_reached_through_a_wrapper(cls: type[AdaBayes]
     assert wrapped.state is optimizer.state
     assert regimes(wrapped) == regimes(optimizer)
     assert len(observer.points()) == len(list(net.parameters()))
-    wrapped.state[net.inner.weight]["exp_avg"] = torch.zeros_like(net.inner.weight)  # noticed by the kernel
+    state = wrapped.state[net.inner.weight]
+    state["exp_avg"] = torch.zeros_like(state["exp_avg"])  # noticed by the kernel
     assert net.inner.weight.grad is not None
     net.inner.weight.grad.zero_()
     before = net.inner.weight.detach().clone()

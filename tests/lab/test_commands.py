@@ -410,7 +410,7 @@ def test_folders_of_runs_are_merged_by_copying(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["reproduce", "--protocol", "fast"], "no protocol 'fast': there are quick, mini, paper, text"),
+        (["reproduce", "--protocol", "fast"], "no protocol 'fast': there are demo, quick, mini, paper, text"),
         (["reproduce", "--optimizers", "adam,sgdd"], "unknown optimizer 'sgdd' in protocol quick; there are sgd, adam"),
         (["reproduce", "--dataset", "imagenet"], "unknown data set 'imagenet'"),
         (["reproduce", "--model", "vgg"], "unknown model 'vgg'"),

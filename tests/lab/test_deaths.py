@@ -190,6 +190,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
+@pytest.mark.filterwarnings("ignore:batch_size=720:UserWarning")  # too large for a learning rate that is tried
 def test_a_search_on_a_disk_that_is_full_loses_nothing(
     small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,6 +30,15 @@ def test_records_are_whole_and_of_the_present_protocols(record: suite.Record) ->
     assert record.error == data.error_of(found.datasets[0])
 
 
+def test_the_demo_has_the_settings_that_won() -> None:
+    demo = protocol.load("demo")
+    (record,) = (
+        r for r in RECORDS if r.name == demo.datasets[0] or protocol.load(f"suite/{r.name}").datasets == demo.datasets
+    )
+    for name, optimizer in demo.optimizers.items():
+        assert optimizer.settings == record.chosen[name]
+
+
 def test_a_run_gives_the_recorded_figures_again(tmp_path: Path) -> None:
     """Its first test to a thousandth. Other processors round differently, which grows; so the end is less exact."""
     (record,) = (r for r in RECORDS if r.name == "digits")

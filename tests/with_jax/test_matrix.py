@@ -78,7 +78,7 @@ def by_optax(start: list[Array], grads: list[list[Array]], rates: Array, **optio
     [
         {"weight_decay": 0.05},
         {"lr_sgd": 1.0, "cautious": False, "refresh": 3},
-        {"centred": True, "refresh": 1},
+        pytest.param({"centred": True, "refresh": 1}, marks=pytest.mark.long),
     ],
     ids=["cautious", "plain", "centred"],
 )
@@ -286,6 +286,7 @@ def assert_learns(params: Any, apply: Callable[[Any, jax.Array], jax.Array]) -> 
     assert [len(basis) for basis in convolution] == [18, 8]  # 3 x 3 x 2 inputs, 8 outputs
 
 
+@pytest.mark.long  # as the next one
 def test_a_linen_model_trains() -> None:
     from flax import linen
 

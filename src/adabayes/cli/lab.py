@@ -365,7 +365,7 @@ def _add_protocol(parser: Parser, out: str, kind: Callable[[str], object] = str,
         "--protocol",
         default="quick",
         metavar="NAME|FILE",
-        help="quick, mini, paper, text, or a TOML file (default: quick)",
+        help="demo, quick, mini, paper, text, or a TOML file (default: quick)",
     )
     for name in ("--dataset", "--model"):
         parser.add_argument(name, type=kind, metavar="NAME", help=f"in place of the protocol's{several}")
