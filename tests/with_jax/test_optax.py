@@ -32,8 +32,8 @@ MAKERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
-# Tests of AdaBayes-K's own are in test_matrix.py; through all of these, which compile its bases anew each time, it takes
-# as long as the other three together.
+# Tests of AdaBayes-K's own are in test_matrix.py. Through all of these, which compile its bases anew each time, it
+# takes as long as the other three together.
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] if name == "k" else []) for name in MAKERS])
 def make(request: pytest.FixtureRequest) -> Callable[..., optax.GradientTransformation]:
     return MAKERS[request.param]

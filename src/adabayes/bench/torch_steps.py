@@ -59,6 +59,7 @@ def matrix_optimizers() -> dict[str, Maker]:
     makers: dict[str, Maker] = {
         BASELINE: optimizers()[BASELINE],
         "AdaBayes-K": lambda p: AdaBayesK(p, weight_decay=0.01),
+        "AdaBayes-K, whole": lambda p: AdaBayesK(p, weight_decay=0.01, block_size=2048, max_size=2048),
         "AdaBayes-K bf16": lambda p: AdaBayesK(p, weight_decay=0.01, state_dtype=torch.bfloat16),
     }
     if hasattr(torch.optim, "Muon"):
