@@ -8,8 +8,9 @@ LAB := $(VENV)/.lab
 .PHONY: bench bench-lab bench-matrix browser demo docs evidence-page test test-long test-versions test-gpu sanitize lint clean
 .DELETE_ON_ERROR:
 
-demo: $(LAB)  ## the paper's nine optimizers and AdaBayes-K on handwritten digits, to a table
-	$(BIN)/adabayes reproduce
+demo: $(LAB)  ## five tuned optimizers on a physics-informed network, to a table, a picture and a page
+	$(BIN)/adabayes reproduce --protocol demo --jobs 2
+	$(BIN)/adabayes report out/demo --figures
 
 test: $(READY) browser  ## everything that must hold, in 13 minutes on 2 cores
 	$(BIN)/ruff check .
