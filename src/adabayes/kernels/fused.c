@@ -339,20 +339,37 @@ EXPORT int adabayes_fp_step(const tensors *t, const adabayes_fp_numbers *c) {
 /* Cautious steps: what opposes the gradient is left out, and the rest of a tensor scaled up to the same sum of absolute
  * values, at most tenfold. Sums have lanes, so that the compiler can use vectors and yet the order is always the same. */
 #define LANES 16
-#define CAUTIOUS(REAL, TINY, NAME)                                                                                 \
+
+/* A step, or 0 where the gradient is 0 or has the other sign: by bits, for a comparison of signs would be a branch. */
+static inline float agreeing_f32(float m, float g) {
+    const uint32_t bits = as_bits(m), other = (uint32_t)-(int32_t)((bits ^ as_bits(g)) >> 31);
+    const float kept = as_float(bits & ~other);
+    return g == 0 ? 0 : kept;
+}
+
+static inline double agreeing_f64(double m, double g) {
+    uint64_t bits, of_gradient;
+    memcpy(&bits, &m, 8);
+    memcpy(&of_gradient, &g, 8);
+    bits &= ~(uint64_t)-(int64_t)((bits ^ of_gradient) >> 63);
+    double kept;
+    memcpy(&kept, &bits, 8);
+    return g == 0 ? 0 : kept;
+}
+
+#define CAUTIOUS(REAL, ABS, TINY, NAME, AGREEING)                                                                  \
     CLONES static void NAME(REAL *restrict move, const REAL *restrict grad, int64_t count) {                       \
         REAL all[LANES] = {0}, kept[LANES] = {0};                                                                  \
         const int64_t whole = count - count % LANES;                                                               \
         for (int64_t i = 0; i < whole; i += LANES)                                                                 \
             for (int k = 0; k < LANES; k++) {                                                                      \
-                const REAL m = move[i + k], g = grad[i + k], size = m < 0 ? -m : m;                                \
-                all[k] += size;                                                                                    \
-                kept[k] += (m > 0 && g > 0) || (m < 0 && g < 0) ? size : 0;                                        \
+                const REAL m = move[i + k], g = grad[i + k];                                                       \
+                all[k] += ABS(m);                                                                                  \
+                kept[k] += ABS(AGREEING(m, g));                                                                    \
             }                                                                                                      \
         for (int64_t i = whole; i < count; i++) {                                                                  \
-            const REAL m = move[i], g = grad[i], size = m < 0 ? -m : m;                                            \
-            all[0] += size;                                                                                        \
-            kept[0] += (m > 0 && g > 0) || (m < 0 && g < 0) ? size : 0;                                            \
+            all[0] += ABS(move[i]);                                                                                \
+            kept[0] += ABS(AGREEING(move[i], grad[i]));                                                            \
         }                                                                                                          \
         REAL length = 0, stays = 0;                                                                                \
         for (int k = 0; k < LANES; k++) length += all[k], stays += kept[k];                                        \
@@ -360,12 +377,12 @@ EXPORT int adabayes_fp_step(const tensors *t, const adabayes_fp_numbers *c) {
         share = share < (REAL)0.1 ? (REAL)0.1 : share;                                                             \
         for (int64_t i = 0; i < count; i++) {                                                                      \
             const REAL m = move[i], g = grad[i];                                                                   \
-            move[i] = ((m > 0 && g > 0) || (m < 0 && g < 0) ? m : 0) / share;                                      \
+            move[i] = AGREEING(m, g) / share;                                                                      \
         }                                                                                                          \
     }
 
-CAUTIOUS(float, FLT_MIN, cautious_f32)
-CAUTIOUS(double, DBL_MIN, cautious_f64)
+CAUTIOUS(float, fabsf, FLT_MIN, cautious_f32, agreeing_f32)
+CAUTIOUS(double, fabs, DBL_MIN, cautious_f64, agreeing_f64)
 
 static void take_tensors(void *data) {
     job *j = data;
