@@ -237,6 +237,11 @@ def test_a_suite_from_beginning_to_end_and_again(tmp_path: Path, capsys: pytest.
     main([*asked[:-3], "3", "--seeds", "2", "--out", str(elsewhere)])  # one more trial of each
     assert capsys.readouterr().err.count("done, ") >= 3
 
+    main([*asked[:3], "--optimizers", "sgd", *asked[5:], "--out", str(out)])  # one more optimizer; the others are kept
+    more = Record.read(out / "digits.json")
+    assert set(more.chosen) == {"sgd", "adamw", "muon", "adabayes-k"} == set(more.step_seconds)
+    assert [run for run in more.finals if run.optimizer != "sgd"] == found.finals
+
     main(["suite", "--from", str(out), "--out", str(tmp_path / "page")])
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     assert "AdaBayes-K" in page
@@ -314,6 +319,8 @@ def test_the_figure_has_a_panel_for_each_workload_and_a_row_for_each_optimizer(t
     assert [label.get_text() for label in last.get_yticklabels()] == list(NAMES)
     points = [np.asarray(line.get_xydata()).tolist() for line in last.lines]
     assert points == [[[1.0, 0.0], [1.0, 0.0]], [[0.5, 1.0], [0.5, 1.0]], []]
+    without = replace(record(), finals=[run for run in record().finals if run.optimizer != "adamw"])
+    assert len(suite_figure.draw([without]).axes) == 2
     files = suite_figure.write([record()], tmp_path)
     assert [file.suffix for file in files] == [".svg", ".png"]
     assert all(file.stat().st_size > 1000 for file in files)

@@ -237,13 +237,19 @@ def _suite(request: requests.Suite) -> tuple[list[suites.Record], list[sweep.Out
 
 
 class _Workload:
-    """What is done on a workload, and its record, which is written after each round."""
+    """What is done on a workload, and its record, which is written after each round.
+
+    The record keeps what it had of optimizers that are not asked for now.
+    """
 
     def __init__(self, chosen: Protocol, request: requests.Suite, out: Path) -> None:
         self.chosen, self.budget, self.out = chosen, request.budget, out
         self._records = request.out
         path = request.out / f"{suites.name_of(chosen)}.json"
         self._before = suites.Record.read(path) if path.exists() else None
+        whole = protocol.load(f"suite/{suites.name_of(chosen)}")
+        kept = {*chosen.optimizers, *(self._before.labels if self._before else ())}
+        self._recorded = replace(chosen, optimizers={k: o for k, o in whole.optimizers.items() if k in kept})
         self.out.mkdir(parents=True, exist_ok=True)
         self.record = self._collected()
 
@@ -251,7 +257,8 @@ class _Workload:
         """What is to be run: trials, then the winners with fresh seeds, then with shorter schedules."""
         yield self._missing(suites.trials(self.chosen, self.budget))
         self.record = self._collected()
-        yield self._missing(suites.finals(self.chosen, self.record.chosen))
+        won = {name: settings for name, settings in self.record.chosen.items() if name in self.chosen.optimizers}
+        yield self._missing(suites.finals(self.chosen, won))
         self.record = self._collected()
         while specs := suites.shorter(self.chosen, self.record):
             yield specs
@@ -262,7 +269,7 @@ class _Workload:
     def time(self, options: sweep.Options) -> None:
         """Time a step with each optimizer, unless that was done."""
         if self.record.step_seconds.keys() != self.record.chosen.keys():
-            specs = suites.finals(replace(self.chosen, seeds=(0,)), self.record.chosen)
+            specs = suites.finals(replace(self._recorded, seeds=(0,)), self.record.chosen)
             times = step_seconds(specs, options.load(specs[0])) if specs else {}
             self.record = replace(self.record, step_seconds={name: float(f"{s:.4g}") for name, s in times.items()})
             self.record.write(self._records)
@@ -273,7 +280,7 @@ class _Workload:
 
     def _collected(self) -> suites.Record:
         error = data.error_of(self.chosen.datasets[0])
-        record = suites.collect(self.chosen, self.budget, error, self.out, self._before)
+        record = suites.collect(self._recorded, self.budget, error, self.out, self._before)
         record.write(self._records)
         return record
 

@@ -105,14 +105,14 @@ def finals(protocol: Protocol, chosen: Mapping[str, Mapping[str, Any]], length: 
 def shorter(protocol: Protocol, record: Record) -> list[Spec]:
     """Runs with the length of schedule that each optimizer is to try next, halving what is open; none in the end."""
     found = []
-    for name, settings in record.chosen.items():
+    for name in protocol.optimizers:
         ends = _reaches(record, name)
         if not ends.get(1.0):  # it does not even get there with a whole one
             continue
         failed = max((length for length, reaches in ends.items() if not reaches), default=0.0)
         open_ones = [n for n in LENGTHS if failed < n < min(n for n, reaches in ends.items() if reaches)]
         if open_ones:
-            found += finals(protocol, {name: settings}, open_ones[len(open_ones) // 2])
+            found += finals(protocol, {name: record.chosen[name]}, open_ones[len(open_ones) // 2])
     return found
 
 

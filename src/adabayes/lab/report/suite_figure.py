@@ -34,14 +34,15 @@ def draw(records: Sequence[Record]) -> Figure:
     *panels, last = figure.subplots(rows, _COLUMNS, squeeze=False).flat[: len(records) + 1]
     for ax in figure.axes[len(records) + 1 :]:
         ax.remove()
-    for ax, workload in zip(panels, content["workloads"]):
+    for ax, record, workload in zip(panels, records, content["workloads"]):
         for o in content["optimizers"]:
             if curve := workload["curves"].get(o["name"]):
                 width = 1.8 if o["name"] == "adabayes-k" else 0.9
                 ax.plot(curve["steps"], curve["loss"], color=o["light"], ls=DASHES[o["dash"]], lw=width)
-        ax.axhline(workload["target"], color="0.5", lw=0.6, ls=":")
+        if workload["target"] is not None:  # there is none without AdamW
+            ax.axhline(workload["target"], color="0.5", lw=0.6, ls=":")
         ax.set(title=workload["name"], yscale="log", ylim=[10**at for at in workload["range"]])
-        ax.set_xlim(0, records[content["workloads"].index(workload)].steps)
+        ax.set_xlim(0, record.steps or 1)
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(FormatStrFormatter("%g"))
         ax.yaxis.set_minor_formatter(NullFormatter())
