@@ -200,3 +200,19 @@ def test_the_weights_at_the_end_can_be_loaded(digits: Data, tmp_path: Path) -> N
     with torch.no_grad():
         loss = F.cross_entropy(model.eval()(x), y)
     assert loss.item() == pytest.approx(row["test_loss"], rel=1e-4)
+
+
+def test_a_shorter_run_has_a_shorter_schedule_that_ends(digits: Data, tmp_path: Path) -> None:
+    """Cosine over 1.3 epochs of 4: the learning rate of its last step, by hand; and it goes on after a stop alike."""
+    spec = spec_of("sgd", epochs=4, length=0.325, schedule={"kind": "cosine", "warmup": 0.0})
+    found = rows(spec, digits, tmp_path / "whole")
+    each = math.ceil(digits.count("train") / 128)
+    total = round(1.3 * each)
+    assert [row["steps"] for row in found] == [each, total - each]
+    ends = [(steps - 1) / total for steps in (each, total)]
+    assert [row["lr"] for row in found] == pytest.approx([0.05 * (1 + math.cos(math.pi * end)) for end in ends])
+
+    taken = iter(range(each + 2))
+    with pytest.raises(training.Interrupted):
+        rows(spec, digits, tmp_path / "again", watch=Watch(should_stop=lambda: next(taken, None) is None))
+    assert without_times(rows(spec, digits, tmp_path / "again")) == without_times(found)

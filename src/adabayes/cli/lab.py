@@ -207,9 +207,9 @@ def _add_suite(commands: argparse._SubParsersAction[Parser]) -> None:
         "compare optimizers on eight workloads, with equal effort",
         """
 Runs the suite: on each workload every optimizer gets the same number of trials, judged by the validation loss at the
-end; the settings that win are run with fresh seeds and tested once on the test set. Ends in a page with steps and
-seconds to the loss of tuned AdamW, performance profiles, and a panel for each workload. All of it takes many hours, so
-begin with a part:
+end; the settings that win are run with fresh seeds and tested once on the test set, and with shorter schedules, to see
+how much training reaches the loss of tuned AdamW. Ends in a page and a picture, with performance profiles and a panel
+for each workload. All of it takes many hours, so begin with a part:
 
   adabayes suite --workload digits,pinn --jobs 2
   adabayes suite --jobs 2
