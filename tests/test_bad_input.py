@@ -137,11 +137,3 @@ def test_effective_lr_of_a_stranger_or_before_the_first_step(cls: Any) -> None:
         optimizer.effective_lr(w)
     with pytest.raises(ValueError, match=r"shape \(2,\) is not one of this optimizer's"):
         optimizer.effective_lr(torch.zeros(2))
-
-
-def test_a_kernel_that_cannot_be_cautious_is_not_replaced_silently() -> None:
-    with pytest.raises(RuntimeError, match=r"`fused` does not support `cautious`.* AdaBayesK, which has both"):
-        AdaBayesFP([torch.zeros(2)], fused=True, cautious=True)
-    optimizer = AdaBayesFP([torch.zeros(2)], fused=True)
-    with pytest.raises(RuntimeError, match="`fused` does not support `cautious`"):
-        optimizer.add_param_group({"params": [torch.zeros(2)], "cautious": True})

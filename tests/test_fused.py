@@ -31,6 +31,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"cls": AdaBayes, "batch_size": 1e9, "maximize": True, "beta1": 0.3},
     {"cls": AdaBayesFP},
     {"cls": AdaBayesFP, "reduction": "sum", "batch_size": 7, "betas": (0.0, 0.9), "maximize": True},
+    {"cls": AdaBayesFP, "cautious": True},
+    {"cls": AdaBayesFP, "cautious": True, "centred": True},
 ]
 
 

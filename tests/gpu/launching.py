@@ -47,7 +47,7 @@ class Emulated:
         variant = next(
             v
             for v in compiled.variants()
-            if device.constants(*v[:5]).items() <= fixed.items() and v.found_inf == (found_inf is not None)
+            if device.constants(*v[:-1]).items() <= fixed.items() and v.found_inf == (found_inf is not None)
         )
         self.launches += 1
         tables = [t for t in (table, grads, pieces, rows, found_inf) if t is not None]

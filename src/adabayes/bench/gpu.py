@@ -38,6 +38,7 @@ VARIANTS: dict[str, Maker] = {
     "AdaBayes-FP": AdaBayesFP,
     "AdaBayes-FP, sum, ascending": partial(AdaBayesFP, reduction="sum", batch_size=7, betas=(0.0, 0.9), maximize=True),
     "AdaBayes-FP, centred": partial(AdaBayesFP, centred=True),
+    "AdaBayes-FP, cautious": partial(AdaBayesFP, cautious=True),
 }
 LENGTHS = (1, 0, 37, 1024, 2500)  # whole blocks, ends of them, and nothing
 _EXTREME = (0.0, -0.0, 1e-42, -1e-30, 1e-4, 3.0, 6e4, -1e20, 3e38, math.inf, -math.inf, math.nan)

@@ -30,6 +30,7 @@ class Variant(NamedTuple):
     state: torch.dtype
     round_params: bool = False
     centred: bool = False
+    cautious: bool = False
     found_inf: bool = False
 
     @property
@@ -38,7 +39,7 @@ class Variant(NamedTuple):
         return 3 * self.param.itemsize + 4 * self.state.itemsize
 
     def __str__(self) -> str:
-        options = [name for name in ("round_params", "centred", "found_inf") if getattr(self, name)]
+        options = [name for name in ("round_params", "centred", "cautious", "found_inf") if getattr(self, name)]
         types = f"{str(self.param).removeprefix('torch.')}/{str(self.state).removeprefix('torch.')}"
         return " ".join([self.function.removesuffix("_step"), types, *options])
 
@@ -59,13 +60,14 @@ class Compiled(NamedTuple):
 
 def variants() -> Iterator[Variant]:
     """Yield every variant that a step can ask for."""
-    for (function, centred), (param, state), found_inf in product(
-        (("adabayes_step", False), ("adabayes_fp_step", False), ("adabayes_fp_step", True)),
+    settled = [("adabayes_fp_step", *options) for options in product((False, True), repeat=2)]
+    for (function, *options), (param, state), found_inf in product(
+        (("adabayes_step", False, False), *settled),
         sorted(device.PAIRS, key=str),
         (False, True),
     ):
         for round_params in (False, True)[: 1 + (param == torch.bfloat16)]:
-            yield Variant(function, param, state, round_params, centred, found_inf)
+            yield Variant(function, param, state, round_params, *options, found_inf)
 
 
 def compile_for(target: str, variant: Variant) -> Compiled:
@@ -74,7 +76,7 @@ def compile_for(target: str, variant: Variant) -> Compiled:
 
     pointers = {"table": "*i64", "grads": "*i64", "pieces": "*i64", "rows": "*fp32"}
     numbers = {"columns": "i32", "seed": "i32"}
-    asm = _asm(fused_step, pointers, numbers, device.constants(*variant[:5]), variant.found_inf, target)
+    asm = _asm(fused_step, pointers, numbers, device.constants(*variant[:-1]), variant.found_inf, target)
     if "ptx" not in asm:
         code = asm["amdgcn"]
         spills = sum(map(int, re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", code)))

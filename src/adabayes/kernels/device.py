@@ -95,7 +95,7 @@ def _kernels() -> ModuleType:
 
 @cache
 def constants(
-    function: str, param: torch.dtype, state: torch.dtype, round_params: bool, centred: bool
+    function: str, param: torch.dtype, state: torch.dtype, round_params: bool, centred: bool, cautious: bool
 ) -> dict[str, Any]:
     """Return what a variant of the kernel is compiled for."""
     import triton.language as tl
@@ -105,6 +105,7 @@ def constants(
     return {
         "FP": function == "adabayes_fp_step",
         "CENTRED": centred,
+        "CAUTIOUS": cautious,
         "P": types[param],
         "S": types[state],
         "P_BF16": param == low,
@@ -206,7 +207,8 @@ class Launch:
                 if found_inf is not None and found_inf.item():  # where the counts are must be known
                     return
                 rows, found_inf = self._from_host(function, numbers, steps, t), None
-            fixed = constants(function, *self._dtypes, round_params, bool(numbers.get("centred")))
+            chosen = (bool(numbers.get(option)) for option in ("centred", "cautious"))
+            fixed = constants(function, *self._dtypes, round_params, *chosen)
             if len(self.pieces):
                 kernels.fused_step[(len(self.pieces),)](
                     self.table,

@@ -29,7 +29,7 @@
 #define HAS_CLONES 0
 #endif
 
-#define ABI_VERSION 4
+#define ABI_VERSION 5
 #define UNIT 64
 #define SHARE (32768 / UNIT) /* units that are worth a thread */
 #define MAX_THREADS 256
@@ -71,7 +71,7 @@ typedef struct {
 typedef struct {
     common_numbers common;
     double eps;
-    double centred; /* whether: not 0 */
+    double centred, cautious; /* whether: not 0 */
 } adabayes_fp_numbers;
 
 typedef struct {
@@ -334,81 +334,6 @@ EXPORT int adabayes_step(const tensors *t, const adabayes_numbers *c) { return r
 
 EXPORT int adabayes_fp_step(const tensors *t, const adabayes_fp_numbers *c) {
     return run(t, c, adabayes_fp_updates);
-}
-
-/* Cautious steps: what opposes the gradient is left out, and the rest of a tensor scaled up to the same sum of absolute
- * values, at most tenfold. Sums have lanes, so that the compiler can use vectors and yet the order is always the same. */
-#define LANES 16
-
-/* A step, or 0 where the gradient is 0 or has the other sign: by bits, for a comparison of signs would be a branch. */
-static inline float agreeing_f32(float m, float g) {
-    const uint32_t bits = as_bits(m), other = (uint32_t)-(int32_t)((bits ^ as_bits(g)) >> 31);
-    const float kept = as_float(bits & ~other);
-    return g == 0 ? 0 : kept;
-}
-
-static inline double agreeing_f64(double m, double g) {
-    uint64_t bits, of_gradient;
-    memcpy(&bits, &m, 8);
-    memcpy(&of_gradient, &g, 8);
-    bits &= ~(uint64_t)-(int64_t)((bits ^ of_gradient) >> 63);
-    double kept;
-    memcpy(&kept, &bits, 8);
-    return g == 0 ? 0 : kept;
-}
-
-#define CAUTIOUS(REAL, ABS, TINY, NAME, AGREEING)                                                                  \
-    CLONES static void NAME(REAL *restrict move, const REAL *restrict grad, int64_t count) {                       \
-        REAL all[LANES] = {0}, kept[LANES] = {0};                                                                  \
-        const int64_t whole = count - count % LANES;                                                               \
-        for (int64_t i = 0; i < whole; i += LANES)                                                                 \
-            for (int k = 0; k < LANES; k++) {                                                                      \
-                const REAL m = move[i + k], g = grad[i + k];                                                       \
-                all[k] += ABS(m);                                                                                  \
-                kept[k] += ABS(AGREEING(m, g));                                                                    \
-            }                                                                                                      \
-        for (int64_t i = whole; i < count; i++) {                                                                  \
-            all[0] += ABS(move[i]);                                                                                \
-            kept[0] += ABS(AGREEING(move[i], grad[i]));                                                            \
-        }                                                                                                          \
-        REAL length = 0, stays = 0;                                                                                \
-        for (int k = 0; k < LANES; k++) length += all[k], stays += kept[k];                                        \
-        REAL share = stays / (length < TINY ? TINY : length);                                                      \
-        share = share < (REAL)0.1 ? (REAL)0.1 : share;                                                             \
-        for (int64_t i = 0; i < count; i++) {                                                                      \
-            const REAL m = move[i], g = grad[i];                                                                   \
-            move[i] = AGREEING(m, g) / share;                                                                      \
-        }                                                                                                          \
-    }
-
-CAUTIOUS(float, fabsf, FLT_MIN, cautious_f32, agreeing_f32)
-CAUTIOUS(double, fabs, DBL_MIN, cautious_f64, agreeing_f64)
-
-static void take_tensors(void *data) {
-    job *j = data;
-    const tensors *t = j->t;
-    for (;;) {
-        int64_t i = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED);
-        if (i >= t->count) return;
-        if (t->param_type == F64) cautious_f64(t->params[i], t->grads[i], t->numels[i]);
-        else cautious_f32(t->params[i], t->grads[i], t->numels[i]);
-    }
-}
-
-static void *take_tensors_in_thread(void *data) {
-    take_tensors(data);
-    return 0;
-}
-
-/* Of the tensors, `params` are the steps; state and step counts are not looked at. */
-EXPORT int adabayes_cautious(const tensors *t, const common_numbers *unused) {
-    (void)unused;
-    if (t->param_type != F32 && t->param_type != F64) return 1;
-    job j = {t, 0, 0, 0, 1, 0};
-    for (int64_t i = 0; i < t->count; i++) j.units += (t->numels[i] + UNIT - 1) / UNIT;
-    j.shares = shares_of(t, j.units);
-    share_out(take_tensors, take_tensors_in_thread, &j);
-    return 0;
 }
 
 /* The least that a step can do: four arrays read, three of them written. What its time is measured against. */

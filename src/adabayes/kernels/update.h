@@ -53,8 +53,9 @@ RUN(adabayes) {
     }
 }
 
-/* As an option, the variance is that of what the average did not foresee. */
-#define SETTLED(CENTRED)                                                                                           \
+/* As options, the variance is that of what the average did not foresee, and an average that has not the sign of the
+ * newest gradient does not move its weight. */
+#define SETTLED(CENTRED, CAUTIOUS)                                                                                 \
     for (int32_t i = 0; i < count; i++) {                                                                          \
         const uint32_t who = (first + (uint32_t)i) ^ key, random = mix(who), more = mix(who ^ PARAM_STREAM);       \
         const REAL gi = (REAL)LOAD_PARAM(g[i]);                                                                    \
@@ -64,7 +65,9 @@ RUN(adabayes) {
         const REAL product = weight2 * (seen * seen); /* whose square may overflow */                              \
         const REAL square = before * beta2 + (product <= LARGEST ? product : weight2 * seen * seen);               \
         const REAL kept = shrink == 0 ? 0 : (REAL)LOAD_PARAM(p[i]) * shrink; /* if 0, it need not be a number */   \
-        const REAL moved = kept - size * (mean / (SQRT(square + inside) + outside));                               \
+        const int opposed = CAUTIOUS && (((mean > 0) & (gi <= 0)) | ((mean < 0) & (gi >= 0)));                     \
+        const REAL moving = opposed ? 0 : mean;                                                                    \
+        const REAL moved = kept - size * (moving / (SQRT(square + inside) + outside));                             \
         p[i] = STORE_PARAM(moved, more);                                                                           \
         m[i] = STORE_STATE(mean, random);                                                                          \
         v[i] = STORE_STATE(square, random >> 16);                                                                  \
@@ -87,9 +90,15 @@ RUN(adabayes_fp) {
     (void)round_params;
 
     if (c->centred != 0) {
-        SETTLED(1)
+        if (c->cautious != 0) {
+            SETTLED(1, 1)
+        } else {
+            SETTLED(1, 0)
+        }
+    } else if (c->cautious != 0) {
+        SETTLED(0, 1)
     } else {
-        SETTLED(0)
+        SETTLED(0, 0)
     }
 }
 

@@ -69,7 +69,9 @@ def _filter(g, old, before, value, mean, shrink, size, row, columns, BLOCK: tl.c
 
 
 @triton.jit
-def _settled(g, old, before, value, mean, shrink, size, row, columns, CENTRED: tl.constexpr):
+def _settled(
+    g, old, before, value, mean, shrink, size, row, columns, CENTRED: tl.constexpr, CAUTIOUS: tl.constexpr
+):  # fmt: skip
     """AdaBayes-FP: the new weights and the new averages of squares."""
     beta2, weight2 = tl.load(row + 5 * columns), tl.load(row + 6 * columns)
     inside, outside = tl.load(row + 7 * columns), tl.load(row + 8 * columns)
@@ -77,15 +79,17 @@ def _settled(g, old, before, value, mean, shrink, size, row, columns, CENTRED: t
     product = weight2 * (seen * seen)  # whose square may overflow
     square = before * beta2 + tl.where(product <= 3.4028234663852886e38, product, weight2 * seen * seen)
     kept = tl.where(shrink == 0, 0.0, value * shrink)  # if 0, it need not be a number
-    moved = kept - size * tl.div_rn(mean, tl.sqrt_rn(square + inside) + outside)
+    opposed = ((mean > 0) & (g <= 0)) | ((mean < 0) & (g >= 0))
+    moving = tl.where(opposed, 0.0, mean) if CAUTIOUS else mean
+    moved = kept - size * tl.div_rn(moving, tl.sqrt_rn(square + inside) + outside)
     return moved, square
 
 
 @triton.jit
 def _piece(
     at_p, at_g, at_m, at_s, first, numel, key, row, columns,
-    FP: tl.constexpr, CENTRED: tl.constexpr, P: tl.constexpr, S: tl.constexpr, P_BF16: tl.constexpr,
-    S_BF16: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    FP: tl.constexpr, CENTRED: tl.constexpr, CAUTIOUS: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
+    P_BF16: tl.constexpr, S_BF16: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One block of one tensor. WHOLE: it is full and starts at multiples of 16 bytes: vectors, without a mask."""
     i = tl.arange(0, BLOCK)
@@ -100,7 +104,7 @@ def _piece(
     shrink, size = tl.load(row + 3 * columns), tl.load(row + 4 * columns)
     mean = beta1 * old + weight * g
     if FP:
-        moved, second = _settled(g, old, before, value, mean, shrink, size, row, columns, CENTRED)
+        moved, second = _settled(g, old, before, value, mean, shrink, size, row, columns, CENTRED, CAUTIOUS)
     else:
         moved, second = _filter(g, old, before, value, mean, shrink, size, row, columns, BLOCK)
     who = (first.to(tl.uint32) + i.to(tl.uint32)) ^ key
@@ -113,8 +117,9 @@ def _piece(
 @triton.jit(do_not_specialize=["columns", "seed"])
 def fused_step(
     table, grads, pieces, rows, found_inf, columns, seed,
-    FP: tl.constexpr, CENTRED: tl.constexpr, P: tl.constexpr, S: tl.constexpr, P_BF16: tl.constexpr,
-    S_BF16: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr, BITE: tl.constexpr, WIDTH: tl.constexpr,
+    FP: tl.constexpr, CENTRED: tl.constexpr, CAUTIOUS: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
+    P_BF16: tl.constexpr, S_BF16: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
+    BITE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One block of one tensor for each program; none, if ``found_inf`` is given and not 0."""
     if found_inf is not None:  # noqa: SIM102 (one is decided when it is compiled)
@@ -131,13 +136,13 @@ def fused_step(
     if (((at_p | at_g | at_m | at_s) & 15) == 0) & (first + BLOCK <= numel):
         _piece(
             at_p, at_g, at_m, at_s, first, numel, key, row, columns,
-            FP, CENTRED, P, S, P_BF16, S_BF16, ROUND, BLOCK, True,
+            FP, CENTRED, CAUTIOUS, P, S, P_BF16, S_BF16, ROUND, BLOCK, True,
         )  # fmt: skip
     else:  # the end of a tensor, or a view that starts anywhere in memory: in small bites
         for at in range(0, tl.minimum(numel - first, BLOCK).to(tl.int32), BITE):
             _piece(
                 at_p, at_g, at_m, at_s, first + at, numel, key, row, columns,
-                FP, CENTRED, P, S, P_BF16, S_BF16, ROUND, BITE, False,
+                FP, CENTRED, CAUTIOUS, P, S, P_BF16, S_BF16, ROUND, BITE, False,
             )  # fmt: skip
 
 

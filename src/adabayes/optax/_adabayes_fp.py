@@ -44,16 +44,8 @@ class Settled(NamedTuple):
         mean_square = number(self.b2) * nu + number(1 - self.b2) * (seen * seen)
         # In units of the learning rate, in which the two rates are 1 and their ratio.
         gain = filtering.fixed_point(mean_square * number(unbias_square), 1.0, number(self.ratio))  # Eq. 21
-        direction = gain * mean * number(unbias)
-        return _agreeing(direction, g) if self.cautious else direction, mean, mean_square
-
-
-def _agreeing(move: jax.Array, gradient: jax.Array) -> jax.Array:
-    """Leave out what opposes the newest gradient, and scale up the rest, at most tenfold, to the same length."""
-    tiny = jnp.finfo(move.dtype).tiny  # type: ignore[no-untyped-call]
-    kept = jnp.where(move * jnp.sign(gradient) > 0, move, 0.0)
-    share = jnp.abs(kept).sum() / jnp.maximum(jnp.abs(move).sum(), tiny)
-    return kept / jnp.maximum(share, 0.1)
+        moving = jnp.where(mean * jnp.sign(g) <= 0, 0.0, mean) if self.cautious else mean
+        return gain * moving * number(unbias), mean, mean_square
 
 
 def scale_by_adabayes_fp(
@@ -114,8 +106,8 @@ def adabayes_fp(
 
     It gives the same numbers as :class:`adabayes.AdaBayesFP`. Arguments are those of :func:`adabayes`; ``b2`` is the
     decay of the averaged square. ``lr_sgd=None`` is 1e5 times the base, whatever that is, which is AdamW but for the
-    smallest gradients. ``cautious`` leaves out what opposes the newest gradient, and scales up the rest, so that the
-    step stays as long; ``centred`` averages the squares of what the average did not foresee.
+    smallest gradients. ``cautious`` moves only weights whose averaged gradient has the sign of the newest one;
+    ``centred`` averages the squares of what the average did not foresee.
     """
     directions = scale_by_adabayes_fp(
         learning_rate,

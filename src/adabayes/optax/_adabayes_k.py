@@ -147,7 +147,7 @@ def adabayes_k(
             does: with ``inject_hyperparams``, leave both out or name them in ``static_args``.
         max_size: of a side that is rotated. None: 2048. A matrix takes 2 (m² + n²) numbers of state beside the 2 mn of
             ``optax.adamw``.
-        cautious: leave out what opposes the newest gradient, and scale up the rest, so that the step stays as long.
+        cautious: move only in directions whose averaged gradient has the sign of the newest one.
         centred: average the squares of what the average did not foresee, as :class:`adabayes.AdaBayesK` has it.
         mu_dtype: dtype of the averaged gradient, real or complex. None: that of the averaged square.
         state_dtype: dtype of the two averages, as for :func:`adabayes`; factors and bases stay fp32, or float64 for

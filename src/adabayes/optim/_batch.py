@@ -73,6 +73,10 @@ class Batch:
     def reciprocal_(self) -> Batch:
         return self._change("reciprocal")
 
+    def agreeing(self, other: Batch) -> Batch:
+        """Put 0 where the sign is not that of ``other``; nan stays."""
+        return self.map(lambda x, y: torch.where(x * y.sign() <= 0, 0.0, x), other)
+
     def map(self, function: Callable[..., Tensor], *others: Batch) -> Batch:
         """Apply a function to each tensor, with those of other batches beside it."""
         rows = zip(self.tensors, *(other.tensors for other in others))
@@ -155,18 +159,3 @@ class Step(NamedTuple):
     def quotient(self) -> Batch:
         """Return the step without its size."""
         return self.numerator if self.denominator is None else self.numerator.map(torch.div, self.denominator)
-
-    def cautious(self, gradient: Batch, axes: Sequence[int] = ()) -> Step:
-        """Leave out what opposes the newest gradient, and scale up the rest, at most tenfold, to the same length.
-
-        Length is the sum of absolute values over these axes, by default over all. To count what is kept, as Liang et
-        al. do, would let rounding decide in directions that have hardly any gradient.
-        """
-
-        def agreeing(move: Tensor, gradient: Tensor) -> Tensor:
-            over = tuple(axes or range(move.dim()))
-            kept = torch.where(move * gradient.sign() > 0, move, 0.0)
-            length = move.abs().sum(over, keepdim=True).clamp_min(torch.finfo(move.dtype).tiny)
-            return kept / (kept.abs().sum(over, keepdim=True) / length).clamp_min(0.1)
-
-        return self._replace(numerator=self.quotient().map(agreeing, gradient), denominator=None)

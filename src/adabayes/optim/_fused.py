@@ -26,7 +26,7 @@ from adabayes.optim._tensors import Scalar, as_float, check_memory, has_gaps, lo
 if TYPE_CHECKING:
     from adabayes.optim._engine import EngineOptimizer
 
-__all__ = ["BACKENDS", "FusedSteps", "Kernel", "cautious_"]
+__all__ = ["BACKENDS", "FusedSteps", "Kernel"]
 
 
 class Kernel(NamedTuple):
@@ -35,7 +35,6 @@ class Kernel(NamedTuple):
     function: str
     second_state: str
     numbers: Callable[[Any], dict[str, Scalar]]  # those beyond the common ones, from the optimizer's
-    serves: Callable[[Group], bool] = lambda group: True  # whether it can take a group's steps
 
     def fill(self, c: Any, *, unscale: Scalar, shrink: Scalar, rate: Scalar) -> dict[str, Scalar]:
         """Return the numbers that the kernel takes."""
@@ -64,29 +63,6 @@ class Kernel(NamedTuple):
         launch = backend.launch(moves, exp_avgs, second_states, None, [0] * len(grads))
         launch.run(self.function, list(map(_address, grads)), self.fill(c, unscale=1.0, shrink=0.0, rate=-c.rate), t=t)
         return moves
-
-
-def cautious_(moves: Sequence[Tensor], grads: Sequence[Tensor], blocks: Sequence[int]) -> bool:
-    """Change steps as :meth:`~adabayes.optim._batch.Step.cautious` does, each of a tensor's equal blocks for itself.
-
-    Return whether there is a kernel for it: on the CPU there is.
-    """
-    like = moves[0]
-    if not like.is_cpu or like.dtype not in (torch.float32, torch.float64) or library.unavailable():
-        return False
-    columns = {"params": array("q"), "grads": array("q"), "numels": array("q")}
-    grads = [_fitting(g, move) for g, move in zip(grads, moves)]
-    for move, grad, number in zip(moves, grads, blocks):
-        numel = move.numel() // number
-        size = numel * move.element_size() or 1  # without elements there is nothing to do
-        for name, t in (("params", move), ("grads", grad)):
-            columns[name].extend(range(t.data_ptr(), t.data_ptr() + number * size, size))
-        columns["numels"].extend([numel] * number)
-    types = {"param_type": library.DTYPES[like.dtype], "state_type": library.DTYPES[like.dtype]}
-    pointers = {name: column.buffer_info()[0] for name, column in columns.items()}
-    tensors = library.Tensors(count=len(columns["numels"]), threads=torch.get_num_threads(), **types, **pointers)
-    library.call("adabayes_cautious", tensors, library.NUMBERS["adabayes_cautious"]())
-    return True
 
 
 class FusedSteps:
@@ -135,7 +111,7 @@ class FusedSteps:
         wanted = group["fused"]
         if not wanted and (wanted is False or group["foreach"] is not None):
             return False
-        if group["differentiable"] or not self._kernel.serves(group):
+        if group["differentiable"]:
             return False
         params, grads = group["params"], [p.grad for p in group["params"]]
         if any(map(is_, grads, repeat(None))):

@@ -34,8 +34,7 @@ class _Numbers(NamedTuple):
 SETTLED = Kernel(
     "adabayes_fp_step",
     "exp_avg_sq",
-    lambda c: {"eps": c.eps, "centred": c.centred},
-    serves=lambda group: not group["cautious"],  # which takes two passes: one to see what is kept
+    lambda c: {"eps": c.eps, "centred": c.centred, "cautious": c.cautious},
 )
 
 
@@ -66,8 +65,8 @@ class AdaBayesFP(TwoRateOptimizer):
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
         reduction: ``"mean"`` or ``"sum"``: how the loss was reduced over the minibatch.
         batch_size: needed with ``reduction="sum"``; otherwise it has cancelled.
-        cautious: leave out what opposes the newest gradient, and scale up the rest, so that the step stays as long;
-            without the kernel.
+        cautious: move only weights whose averaged gradient has the sign of the newest one. Steps are shorter then: the
+            best ``lr`` is about twice as high.
         centred: average the squares of what the average did not foresee, :math:`(g_t - m_{t-1})^2`, in place of
             :math:`g_t^2`. It vanishes, and with it the bound on the step, where gradients have no noise: not for
             full batches.
@@ -151,8 +150,8 @@ class AdaBayesFP(TwoRateOptimizer):
         root = (1 - c.beta2**t) ** 0.5
         half = root * (c.eps / 2)
         denominator = mean_square.add(half * half).sqrt_().add_(half)
-        step = Step(mean, denominator, size=c.rate * root / (1 - c.beta1**t))
-        return step.cautious(gradient) if c.cautious else step
+        moving = mean.agreeing(gradient) if c.cautious else mean
+        return Step(moving, denominator, size=c.rate * root / (1 - c.beta1**t))
 
     def numbers(self, group: Group, lr: Scalar) -> Any:
         beta1, beta2 = group["betas"]
@@ -162,14 +161,6 @@ class AdaBayesFP(TwoRateOptimizer):
     def _eps(group: Group) -> float:
         eps: float = group["base_lr"] / group["lr_sgd"]
         return eps * group["batch_size"] if group["reduction"] == "sum" else eps
-
-    def _check_group(self, group: Group) -> None:
-        super()._check_group(group)
-        if self.KERNEL is not None and group["fused"] and group["cautious"]:
-            raise RuntimeError(
-                "`fused` does not support `cautious`: the kernel takes one pass, and that takes two. Leave `fused` "
-                "out, and foreach is taken; or take AdaBayesK, which has both."
-            )
 
     def _warm_state(self, adamw: dict[str, Any], group: Group, beta2: float) -> dict[str, Any]:
         return {name: adamw[name] for name in ("step", *self.STATE)}

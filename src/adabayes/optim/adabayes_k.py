@@ -27,7 +27,6 @@ from adabayes.eigenbasis import (
 )
 from adabayes.optim._checks import check_range, explains_unknown
 from adabayes.optim._engine import Batch, Group, Step
-from adabayes.optim._fused import cautious_
 from adabayes.optim._stack import cat, cat_
 from adabayes.optim._state import Entry
 from adabayes.optim._tensors import Scalar, as_float, real_view
@@ -94,8 +93,7 @@ class AdaBayesK(AdaBayesFP):
         block_size: largest side of a block. It bounds what a weight costs: 4 numbers of state beside AdamW's 2, and
             about 12 ``block_size`` operations in a step, if its block is a whole one. A layer's width is a good choice.
         max_size: largest side that is rotated.
-        cautious: leave out what opposes the newest gradient, and scale up the rest, so that the step of a block stays
-            as long.
+        cautious: move only in directions whose averaged gradient has the sign of the newest one.
         centred: average the squares of what the average did not foresee, :math:`(G' - M_{t-1})^2`, in place of
             :math:`G'^2`. It vanishes, and with it the bound on the step, where gradients have no noise: not for full
             batches.
@@ -181,7 +179,7 @@ class AdaBayesK(AdaBayesFP):
         stacked = {name: cat_(entry.tensors) for name, entry in state.items()}
         bases = _bases(g, stacked, c, t)
         averages = {name: Batch([stacked[name]], True) for name in ("exp_avg", "exp_avg_sq")}
-        step = self._element_by_element(Batch([rotate(g, bases)], True), averages, c, t, axes=(1, 2))
+        step = self._element_by_element(Batch([rotate(g, bases)], True), averages, c, t)
         numbers = [b.number for b in blocks]
         moves = rotate(step.quotient().tensors[0], bases, back=True).split(numbers)
         shaped = [from_blocks(move, b, x.shape) for move, b, x in zip(moves, blocks, gradient.tensors)]
@@ -189,21 +187,11 @@ class AdaBayesK(AdaBayesFP):
         learn = partial(_learn_, g, stacked, due, c, t)
         return Step(Batch(shaped, True), size=step.size, after=learn)
 
-    def _element_by_element(
-        self, gradient: Batch, state: dict[str, Batch], c: _Numbers, t: Scalar, axes: Sequence[int] = ()
-    ) -> Step:
-        """Do what AdaBayes-FP does, by its kernel if there is one for these tensors; be cautious over these axes."""
+    def _element_by_element(self, gradient: Batch, state: dict[str, Batch], c: _Numbers, t: Scalar) -> Step:
+        """Do what AdaBayes-FP does, by its kernel if there is one for these tensors."""
         averages = state["exp_avg"].tensors, state["exp_avg_sq"].tensors
         moves = None if c.fused is False else SETTLED.direction(gradient.tensors, *averages, c, as_float(t))
-        if moves is None:
-            step = super().direction(gradient, state, c._replace(cautious=False), t)
-        else:
-            step = Step(Batch(moves, True))
-        if not c.cautious:
-            return step
-        if moves and cautious_(moves, gradient.tensors, [len(x) if axes else 1 for x in moves]):
-            return step
-        return step.cautious(gradient, axes)
+        return super().direction(gradient, state, c, t) if moves is None else Step(Batch(moves, True))
 
     def _due(self, indices: Sequence[int], numbers: Sequence[int], refresh: int, t: int) -> list[int]:
         """Return which blocks are refreshed at this step, of parameters that have so many of them."""
