@@ -60,14 +60,14 @@ class Compiled(NamedTuple):
 
 def variants() -> Iterator[Variant]:
     """Yield every variant that a step can ask for."""
-    settled = [("adabayes_fp_step", *options) for options in product((False, True), repeat=2)]
-    for (function, *options), (param, state), found_inf in product(
+    settled = [("adabayes_fp_step", centred, cautious) for centred, cautious in product((False, True), repeat=2)]
+    for (function, centred, cautious), (param, state), found_inf in product(
         (("adabayes_step", False, False), *settled),
         sorted(device.PAIRS, key=str),
         (False, True),
     ):
         for round_params in (False, True)[: 1 + (param == torch.bfloat16)]:
-            yield Variant(function, param, state, round_params, *options, found_inf)
+            yield Variant(function, param, state, round_params, centred, cautious, found_inf)
 
 
 def compile_for(target: str, variant: Variant) -> Compiled:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from adabayes.eigenbasis import Bases, basis_of, factor, refreshed, rotate, spread
+from adabayes.eigenbasis import Bases, basis_of, factor, learns, refreshed, rotate, spread
 from adabayes.optax._adabayes_fp import Settled
 from adabayes.optax._chain import chain
 from adabayes.optax._leaves import Leaves, real_shape, wide_real
@@ -20,7 +20,7 @@ from adabayes.rates import SETTLED_RATIO
 
 Sides = tuple[jax.Array, ...]  # of each side that is rotated, a square matrix
 
-REFRESH, MAX_SIZE = 10, 2048
+LEARN_EVERY, REFRESH, MAX_SIZE = 2, 10, 2048
 
 
 class ScaleByAdaBayesKState(NamedTuple):
@@ -46,6 +46,7 @@ def scale_by_adabayes_k(
     b2: Scalar = 0.99,
     *,
     base_lr: Scalar | None = None,
+    learn_every: int | None = None,
     refresh: int | None = None,
     max_size: int | None = None,
     cautious: bool = True,
@@ -62,6 +63,7 @@ def scale_by_adabayes_k(
     b1, b2 = plain(b1), plain(b2)
     check("b1", b1, 0, 1)
     check("b2", b2, 0, 1)
+    every = check_whole("learn_every", LEARN_EVERY if learn_every is None else learn_every)
     period = check_whole("refresh", REFRESH if refresh is None else refresh)
     size = check_whole("max_size", MAX_SIZE if max_size is None else max_size)
     leaves = Leaves(mu_dtype, state_dtype, seed)
@@ -88,7 +90,10 @@ def scale_by_adabayes_k(
             if not rotated:
                 return *c.step(g, mu, nu), factors, bases, slot
             g, mu, nu = (whole(x).reshape(_matrix(x.shape)) for x in given)
-            factors = tuple(_followed(f, g, side, b2) for f, side in zip(factors, rotated))
+            factors = tuple(  # sides are torch's the other way round
+                _when((count == 1) | learns(1 - side, count, every), _follower(side, b2**every), (f,), g)[0]
+                for f, side in zip(factors, rotated)
+            )
             (bases,) = _when(count == 1, _first_of(rotated), (bases,), g)
             turn = _by_side(bases, rotated)
             move, mean, square = c.step(rotate(g, turn), mu, nu)
@@ -116,6 +121,7 @@ def adabayes_k(
     mask: Any = None,
     *,
     base_lr: Scalar | None = None,
+    learn_every: int | None = None,
     refresh: int | None = None,
     max_size: int | None = None,
     cautious: bool = True,
@@ -143,8 +149,10 @@ def adabayes_k(
         mask: weights to decay, as in ``optax.adamw``.
         base_lr: ``learning_rate`` without its schedule, as for :func:`adabayes`; it matters only where ``lr_sgd`` is
             given.
-        refresh: steps from one update of a basis to the next. None: 10. It decides what is compiled, as ``max_size``
-            does: with ``inject_hyperparams``, leave both out or name them in ``static_args``.
+        learn_every: steps from one gradient that a covariance learns from to the next. None: 2. It decides what is
+            compiled, as ``refresh`` and ``max_size`` do: with ``inject_hyperparams``, leave them out or name them in
+            ``static_args``.
+        refresh: steps from one update of a basis to the next. None: 10.
         max_size: of a side that is rotated. None: 2048. A matrix takes 2 (m² + n²) numbers of state beside the 2 mn of
             ``optax.adamw``.
         cautious: move only in directions whose averaged gradient has the sign of the newest one.
@@ -160,6 +168,7 @@ def adabayes_k(
         b1,
         b2,
         base_lr=base_lr,
+        learn_every=learn_every,
         refresh=refresh,
         max_size=max_size,
         cautious=cautious,
@@ -202,11 +211,14 @@ def _by_side(squares: Sides, rotated: tuple[int, ...]) -> Bases:
     return found.get(0), found.get(1)
 
 
-def _followed(covariance: jax.Array, g: jax.Array, side: int, b2: Scalar) -> jax.Array:
-    """Return a factor after a gradient: A = b2 A + (1 - b2) G G^T."""
-    number = caster(covariance.dtype)
-    after: jax.Array = number(b2) * covariance + number(1 - b2) * factor(g.astype(covariance.dtype), side)
-    return after
+def _follower(side: int, decay: Scalar) -> Callable[[jax.Array, jax.Array], Sides]:
+    """Return a function that lets a factor follow a gradient: A = decay A + (1 - decay) G G^T."""
+
+    def follow(covariance: jax.Array, g: jax.Array) -> Sides:
+        number = caster(covariance.dtype)
+        return (number(decay) * covariance + number(1 - decay) * factor(g.astype(covariance.dtype), side),)
+
+    return follow
 
 
 def _first_of(rotated: tuple[int, ...]) -> Callable[..., tuple[Sides]]:

@@ -19,6 +19,7 @@ from adabayes.eigenbasis import (
     cut,
     factor,
     from_blocks,
+    learns,
     refreshed,
     rotate,
     sorted_by,
@@ -44,6 +45,7 @@ class _Numbers(NamedTuple):
     eps: float  # lr / lr_sgd
     cautious: bool
     centred: bool
+    learn_every: int
     refresh: int
     block_size: int
     max_size: int
@@ -71,6 +73,7 @@ class AdaBayesK(AdaBayesFP):
         A_t &= \beta_2 A_{t-1} + (1 - \beta_2) G_t G_t^T, \qquad C_t = \beta_2 C_{t-1} + (1 - \beta_2) G_t^T G_t
         \end{aligned}
 
+    :math:`A` and :math:`C` learn from every ``learn_every``-th gradient, in turn, with :math:`\beta_2` to that power.
     Every ``refresh`` steps, at a step of its own for each matrix, :math:`Q_A \leftarrow \text{qr}(A Q_A)` and likewise
     :math:`Q_C`; both averages, which are kept in the eigenbasis, go with them.
 
@@ -89,6 +92,7 @@ class AdaBayesK(AdaBayesFP):
         lr_sgd: the highest learning rate that a direction can get, in units of the averaged gradient. None: 1e5 ``lr``.
         betas: decay of the averaged gradient, and of its averaged square and covariances.
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
+        learn_every: steps from one gradient that a covariance learns from to the next. 1: from all, as SOAP's do.
         refresh: steps from one update of a basis to the next.
         block_size: largest side of a block. It bounds what a weight costs: 4 numbers of state beside AdamW's 2, and
             about 12 ``block_size`` operations in a step, if its block is a whole one. A layer's width is a good choice.
@@ -135,6 +139,7 @@ class AdaBayesK(AdaBayesFP):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
+        learn_every: int = 2,
         refresh: int = 10,
         block_size: int = 128,
         max_size: int = 16384,
@@ -154,6 +159,7 @@ class AdaBayesK(AdaBayesFP):
             "lr_sgd": lr_sgd,
             "betas": betas,
             "weight_decay": weight_decay,
+            "learn_every": learn_every,
             "refresh": refresh,
             "block_size": block_size,
             "max_size": max_size,
@@ -202,7 +208,8 @@ class AdaBayesK(AdaBayesFP):
         return due
 
     def numbers(self, group: Group, lr: Scalar) -> Any:
-        options = (group[name] for name in ("cautious", "centred", "refresh", "block_size", "max_size", "fused"))
+        names = ("cautious", "centred", "learn_every", "refresh", "block_size", "max_size", "fused")
+        options = (group[name] for name in names)
         beta1, beta2 = group["betas"]
         return _Numbers(lr, beta1, beta2, self._eps(group), *options)
 
@@ -259,7 +266,7 @@ class AdaBayesK(AdaBayesFP):
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        for name in ("refresh", "block_size", "max_size"):
+        for name in ("learn_every", "refresh", "block_size", "max_size"):
             check_range(name, group[name], least=1.0)
             if int(group[name]) != group[name]:
                 raise ValueError(f"Invalid {name}: {group[name]}. It must be a whole number.")
@@ -325,15 +332,16 @@ def _learn_(g: Tensor, state: dict[str, Tensor], due: list[int], c: _Numbers, t:
     if t == 1:  # the first bases have been made of the first gradient
         return
     for side in _sides(state):
-        _follow_(state[f"factor_{side}"], g, side, c)
+        if learns(side, int(as_float(t)), c.learn_every):
+            _follow_(state[f"factor_{side}"], g, side, c)
     if due:
         _refresh_(state, due)
 
 
 def _follow_(covariance: Tensor, g: Tensor, side: int, c: _Numbers) -> None:
-    """Let factors follow their gradients, A = beta2 A + (1 - beta2) G G^T."""
-    x = g.mT if side else g
-    covariance.baddbmm_(x, x.mT, beta=c.beta2, alpha=1 - c.beta2)
+    """Let factors follow their gradients, A = beta2 A + (1 - beta2) G G^T, with beta2 as of ``learn_every`` steps."""
+    x, decay = g.mT if side else g, c.beta2**c.learn_every
+    covariance.baddbmm_(x, x.mT, beta=decay, alpha=1 - decay)
 
 
 def _refresh_(state: dict[str, Tensor], due: list[int]) -> None:
