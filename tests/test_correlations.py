@@ -106,7 +106,7 @@ def test_only_what_lies_within_blocks_counts() -> None:
 
 def test_it_follows_the_factors_of_adabayes_k() -> None:
     w = torch.zeros(5, 4)
-    optimizer = AdaBayesK([w], fused=False)
+    optimizer = AdaBayesK([w], learn_every=1, fused=False)
     watch = Correlations(optimizer)
     for seed in range(7):
         w.grad = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
