@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import statistics
 import sys
@@ -308,7 +309,8 @@ def test_figures_are_printed_whole_however_narrow_the_terminal_is(
         show(table)
     printed = capsys.readouterr().out
     assert "…" not in printed
-    assert "paper 21.29" in printed
+    assert "21.29" in printed  # as published
+    assert "published" in printed
     assert "24.46 ±0.58" in printed
     assert "1.234 ±0.000" in printed
 
@@ -447,3 +449,22 @@ def test_help_teaches_with_examples(command: str, capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     assert f"adabayes {command} --" in text
     assert "(default:" in text
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_published_experiment_runs_and_shows_its_figure_beside_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepOBS's network on a few images of another set, for two epochs."""
+    few = tmp_path / "few.toml"
+    few.write_text(
+        "extends = 'anchors/fmnist-2c2d'\ndatasets = ['digits']\ndata_options = { examples = 200, augment = false }\n"
+        "epochs = 2\nmodel_options = { size = 8 }\n[published.digits.2c2d]\nadam = { error = 7.66 }\n"
+    )
+    cli.main(["reproduce", "--protocol", str(few), "--out", str(tmp_path / "out")])
+    assert re.search(r"published +7\.66 *\n", capsys.readouterr().out)
+    runs = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    assert [(row["optimizer"], row["status"], row["epochs"]) for row in runs] == [
+        ("adam", "done", 2), ("adabayes-k", "done", 2),
+    ]  # fmt: skip
+    cli.main(["report", str(tmp_path / "out")])  # reads the figure again

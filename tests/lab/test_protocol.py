@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adabayes.cli import main
-from adabayes.lab import optimizers, protocol, schema
+from adabayes.lab import models, optimizers, protocol, schema
 from adabayes.lab.protocol import Execution, ProtocolError, lr_factor
 from tests.lab.conftest import spec_of
 
@@ -93,6 +93,32 @@ def test_cosine_warms_up_to_one_and_ends_at_zero(progress: float, warmup: float)
     assert 0 <= lr_factor(schedule, progress) <= 1
     assert lr_factor(schedule, warmup) == 1
     assert lr_factor(schedule, 1.0) == pytest.approx(0, abs=1e-12)
+
+
+def test_a_cosine_can_end_above_zero() -> None:
+    schedule = {"kind": "cosine", "warmup": 0.05, "final": 0.1}
+    assert [lr_factor(schedule, progress) for progress in (0.025, 0.05, 0.525, 1.0)] == pytest.approx(
+        [0.5, 1.0, 0.55, 0.1]
+    )
+
+
+def test_nanogpts_recipe_has_its_steps_schedule_and_published_loss() -> None:
+    """2000 steps of 12 windows: 15,684 windows are 1307 steps an epoch."""
+    anchor = protocol.load("anchors/nanogpt-cpu")
+    (dataset,), (model,) = anchor.datasets, anchor.models
+    assert anchor.published == {dataset: {model: {"adamw": [None, 1.88]}}}
+    spec = anchor.runs()[0]
+    assert spec.settings == {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1, "fused": True}
+    assert round(spec.length * spec.epochs * 1307) == 2000
+    assert [lr_factor(spec.schedule, step / 2000) for step in (50, 100, 2000)] == pytest.approx([0.5, 1.0, 0.1])
+    assert sum(p.numel() for p in models.make(model, classes=65, context=64, **spec.model_options).parameters()) < 0.9e6
+
+
+def test_deepobs_problem_has_its_batch_epochs_and_published_error() -> None:
+    anchor = protocol.load("anchors/fmnist-2c2d")
+    assert anchor.published == {"fashion-mnist": {"2c2d": {"adam": [7.66, None]}}}
+    assert (anchor.batch_size, anchor.epochs, anchor.schedule) == (128, 100, {"kind": "constant"})
+    assert anchor.optimizers["adam"].settings["lr"] == 2.5e-4
 
 
 def test_a_file_can_extend_a_protocol_and_name_any_optimizer(tmp_path: Path) -> None:
@@ -203,6 +229,8 @@ def test_a_file_can_extend_a_protocol_and_name_any_optimizer(tmp_path: Path) -> 
         ("extends = 'quick'\npublished.digits.resnet8.sgdd = [1, 2]", "unknown optimizer 'sgdd' .published"),
         ("extends = 'quick'\npublished.digit.resnet8.sgd = [1, 2]", "unknown data set 'digit'.*Did you mean digits"),
         ("extends = 'quick'\npublished.digits = 3", "published.digits is 3"),
+        ("extends = 'quick'\npublished.digits.resnet8.sgd = { los = 1 }", "or a table of one of them"),
+        ("extends = 'quick'\nlength = 0", "length is 0; it must be a share, above 0 and at most 1"),
         ("extends = 'quick'\nseeds = 1_000_000_000_000", "seeds is 1000000000000; .*at most 10000"),
     ],
 )

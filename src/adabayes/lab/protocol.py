@@ -22,6 +22,7 @@ else:
     import tomli as tomllib
 
 __all__ = [
+    "ANCHORS",
     "DASHES",
     "NAMES",
     "PROTOCOL",
@@ -43,7 +44,12 @@ TRIAL_SEED = 1_000_003  # of trials, so that the seeds of a comparison are fresh
 WORKLOADS = (
     "digits", "cifar10-mini", "fashion-2c2d", "fashion-autoencoder", "text", "shakespeare", "pinn", "flights",
 )  # fmt: skip
-_PACKAGED = (*NAMES, *(f"suite/{name}" for name in (*WORKLOADS, "rivals")))
+ANCHORS = ("nanogpt-cpu", "fmnist-2c2d")  # published experiments, to be run again
+_PACKAGED = (
+    *NAMES,
+    *(f"suite/{name}" for name in (*WORKLOADS, "rivals")),
+    *(f"anchors/{name}" for name in ANCHORS),
+)
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _MOST_SEEDS = 10_000
 
@@ -150,7 +156,8 @@ class Protocol:
     validation: float = 0.0
     tests_per_epoch: int = 1
     test_at_end: bool = False
-    published: dict[str, dict[str, dict[str, Sequence[float]]]] = field(default_factory=dict)  # error, loss
+    length: float = 1.0  # share of all steps that is trained
+    published: dict[str, dict[str, dict[str, Sequence[float | None]]]] = field(default_factory=dict)  # error, loss
     presets: dict[str, Preset] = field(default_factory=dict)
 
     @classmethod
@@ -243,6 +250,7 @@ class Protocol:
             data_options=self.data_options,
             tests_per_epoch=self.tests_per_epoch,
             test_at_end=self.test_at_end,
+            length=self.length,
             **asdict(execution),
         )
 
@@ -255,6 +263,8 @@ def lr_factor(schedule: Mapping[str, Any], progress: float) -> float:
 
     >>> [lr_factor({"kind": "step", "at": [0.75], "factor": 0.1}, epoch / 200) for epoch in (0, 149, 150)]
     [1.0, 1.0, 0.1]
+    >>> [lr_factor({"kind": "cosine", "warmup": 0.5, "final": 0.1}, progress) for progress in (0.25, 0.5, 1.0)]
+    [0.5, 1.0, 0.1]
     """
     if schedule["kind"] == "step":
         return float(schedule["factor"] ** sum(progress >= at for at in schedule["at"]))
@@ -262,7 +272,8 @@ def lr_factor(schedule: Mapping[str, Any], progress: float) -> float:
         warmup = schedule["warmup"]
         if progress < warmup:
             return progress / warmup  # type: ignore[no-any-return]
-        return (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
+        final = schedule.get("final", 0.0)
+        return final + (1 - final) * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2  # type: ignore[no-any-return]
     return 1.0
 
 
@@ -270,17 +281,18 @@ def lr_factor(schedule: Mapping[str, Any], progress: float) -> float:
 
 _POSITIVE = schema.whole(1)
 _SHARE = schema.kind("a share, from 0 to below 1", lambda v: schema.is_number(v) and 0 <= v < 1)
-_SCHEDULES: dict[str, dict[str, Kind]] = {
-    "constant": {},
-    "step": {"at": schema.listed(_SHARE, "a list of at most 100 shares", 100), "factor": schema.number(0, 100)},
-    "cosine": {"warmup": _SHARE},
+_SCHEDULES: dict[str, tuple[dict[str, Kind], dict[str, Kind]]] = {  # required entries, optional ones
+    "constant": ({}, {}),
+    "step": ({"at": schema.listed(_SHARE, "a list of at most 100 shares", 100), "factor": schema.number(0, 100)}, {}),
+    "cosine": ({"warmup": _SHARE}, {"final": _SHARE}),
 }
 
 
 def _schedule(key: str, value: Any) -> None:
     entries: dict[str, Kind] = {"kind": schema.choice(*_SCHEDULES)}
     schema.table(entries, others=schema.ANYTHING, permitted="a table, like { kind = 'constant' }")(key, value)
-    schema.table(entries | _SCHEDULES[value["kind"]])(key, value)
+    required, optional = _SCHEDULES[value["kind"]]
+    schema.table(entries | required, optional)(key, value)
 
 
 def _presets(key: str, value: Any) -> None:
@@ -297,8 +309,17 @@ _COLOUR = schema.pair(
     lambda v: isinstance(v, str) and re.fullmatch("#[0-9a-fA-F]{6}", v) is not None,
 )
 _PRESET = schema.record(Preset, {"label": schema.LINE, "optimizers": _NAMES})
-_FIGURES = schema.pair(
-    "two numbers, an error in percent and a loss", lambda v: schema.is_number(v) and math.isfinite(v)
+
+
+def _is_figure(value: Any) -> bool:
+    return schema.is_number(value) and math.isfinite(value)
+
+
+_FIGURE = schema.kind("a number", _is_figure)
+_FIGURES = schema.either(
+    "two numbers, an error in percent and a loss, or a table of one of them, like { loss = 1.88 }",
+    schema.pair("two numbers", _is_figure),
+    schema.table({}, {"error": _FIGURE, "loss": _FIGURE}),
 )
 _RANGE = schema.pair(
     "two numbers, the lower one above 0 and first",
@@ -336,6 +357,7 @@ _FILE: dict[str, Kind] = {
     "validation": _SHARE,
     "tests_per_epoch": _POSITIVE,
     "test_at_end": schema.FLAG,
+    "length": schema.kind("a share, above 0 and at most 1", lambda v: schema.is_number(v) and 0 < v <= 1),
     "schedule": _schedule,
     "model_options": _SETTINGS,
     "data_options": _DATA_OPTIONS,
@@ -348,6 +370,7 @@ _FILE: dict[str, Kind] = {
 
 # Dataclasses as JSON: read so that nothing goes wrong, and no stricter, for earlier versions permitted more.
 _KNOWN_SCHEDULE = schema.table({"kind": schema.TEXT}, others=schema.PLAIN)
+_KNOWN_FIGURES = schema.pair("two numbers or nulls", lambda v: v is None or _is_figure(v))
 _SPEC_FIELDS = schema.record(
     Spec,
     {
@@ -395,6 +418,7 @@ PROTOCOL = schema.record(
         "seeds": schema.listed(schema.INTEGER),
         "optimizers": schema.tables(_OPTIMIZER),
         "schedule": _KNOWN_SCHEDULE,
+        "published": schema.tables(schema.tables(schema.tables(_KNOWN_FIGURES))),
     },
 )
 
@@ -411,7 +435,9 @@ SPEC: Kind = _spec
 # Files
 
 # Entries that make another experiment, to which published figures do not belong.
-_DIFFERENT = {"datasets", "models", "epochs", "batch_size", "schedule", "model_options", "data_options", "validation"}
+_DIFFERENT = {
+    "datasets", "models", "epochs", "length", "batch_size", "schedule", "model_options", "data_options", "validation",
+}  # fmt: skip
 _SHOWN = {"label", "colour", "dash", "search"}  # entries that leave an optimizer's results as they were
 
 
@@ -448,6 +474,10 @@ def load(name: str | Path) -> Protocol:
         "seeds": tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds),
         "test_batch_size": table.get("test_batch_size", table["batch_size"]),
         "optimizers": {key: optimizers[key] for key in compare},
+        "published": {
+            dataset: {model: {key: _figures(found) for key, found in of.items()} for model, of in of_models.items()}
+            for dataset, of_models in table.get("published", {}).items()
+        },
         "presets": {
             key: Preset(preset["label"], tuple(preset["optimizers"]))
             for key, preset in table.get("presets", {}).items()
@@ -456,6 +486,11 @@ def load(name: str | Path) -> Protocol:
     protocol = Protocol(**given)
     protocol.check()
     return protocol
+
+
+def _figures(found: Any) -> list[float | None]:
+    """Return a published error and loss. What was not published is None."""
+    return [found.get("error"), found.get("loss")] if isinstance(found, dict) else list(found)
 
 
 def _read(name: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -499,7 +534,7 @@ def _text(path: Path) -> bytes:
         why = ""
     except OSError as error:
         why = f" ({error.strerror})"
-    known = f"there are {', '.join(NAMES)}, suite/WORKLOAD, or give a TOML file"
+    known = f"there are {', '.join(NAMES)}, suite/WORKLOAD, anchors/NAME, or give a TOML file"
     known += schema.suggestion(str(path), _PACKAGED)
     raise ProtocolError(f"no protocol {str(path)!r}{why}: {known}")
 

@@ -141,5 +141,5 @@ def estimate(specs: Sequence[Spec], out: Path, data_folder: Path | None = None) 
         key = spec.dataset, spec.model
         if key not in seconds:
             seconds[key] = training.epoch_seconds(spec, data.load(spec.dataset, data_folder, spec.data_options))
-        total += seconds[key] * (spec.epochs - len(folder_of(spec, out).metrics()))
+        total += seconds[key] * max(0.0, spec.epochs * spec.length - len(folder_of(spec, out).metrics()))
     return total

@@ -160,7 +160,7 @@ def tables(protocol: Protocol, rows: Sequence[Row]) -> list[Table]:
 
 
 def _table(
-    title: str, error: str, summaries: list[Summary], protocol: Protocol, published: dict[str, Sequence[float]]
+    title: str, error: str, summaries: list[Summary], protocol: Protocol, published: dict[str, Sequence[float | None]]
 ) -> Table:
     seeds = max(sum(s.runs.values()) for s in summaries)
     over = f", mean ± standard error of {seeds} seeds" if seeds > 1 else ""
@@ -178,17 +178,21 @@ def _table(
     loss_digits = min(6, max(3, 1 - math.floor(math.log10(min(losses, default=1.0)))))
     for s in summaries:
         cells = []
-        papers = dict(zip(("best_test_error", "best_test_loss"), published.get(s.optimizer, ())))
+        given = dict(zip(("best_test_error", "best_test_loss"), published.get(s.optimizer, ())))
         for name in columns:
             mean: Mean | None = getattr(s, name)
             digits = data.digits_of(error) if "error" in name else loss_digits
             cell = Text("" if mean is None else mean.text(digits), "bold" if mean and mean.mean == best[name] else "")
-            cells.append(cell.append(f"\npaper {papers[name]:.{digits}f}", "not bold dim") if name in papers else cell)
+            if (figure := given.get(name)) is not None:
+                cell.append(f"\n{figure:.{digits}f}", "not bold dim")
+            cells.append(cell)
         cells.append(Text(f"{s.milliseconds_per_step.mean:.1f}" if s.milliseconds_per_step else ""))
         label = plain(protocol.optimizers[s.optimizer].label)
         others = [f"{count} {status}" if seeds > 1 else status for status, count in s.runs.items() if status != "done"]
         if others:
             label += plain(f" ({', '.join(others)})", "yellow")
+        if given:
+            label += plain("\npublished", "dim")
         table.add_row(label, *cells)
     return table
 

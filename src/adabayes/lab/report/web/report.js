@@ -44,14 +44,14 @@ function drawTable() {
       const marks = [cell && cell.mean === best[i] ? "best" : "", cell && o.adaptive && cell.mean === adaptive[i] ? "adaptive" : ""].join(" ").trim();
       const node = make("td", {}, make("span", { class: marks || undefined }, withError(cell, columns[i].digits)));
       const paper = published(columns[i], o);
-      if (paper) node.append(make("div", { class: "soft" }, `paper ${paper}`));
+      if (paper) node.append(make("div", { class: "soft" }, `published ${paper}`));
       row.append(node);
     });
     return row;
   });
   renew(get("results"), make("thead", {}, top, names), make("tbody", {}, ...body));
   get("table-note").textContent = "Bold: the best. Underlined: the best adaptive method (all but SGD), as the paper marks them. "
-    + (data.panels.some((p) => p.published) ? "Below each, what the paper's table has: one run, and its best epoch. " : "")
+    + (data.panels.some((p) => p.published) ? "Below each: the published figure. " : "")
     + (state.when === "best" ? "Of each run the best epoch, for error and loss apart, chosen on the data that is shown: flattering, and what the paper's table has." : "Of each run the last epoch.");
 }
 
@@ -60,7 +60,7 @@ const published = (column, o) => fixed(column.panel.published?.[o.name]?.[column
 function copied(kind) {
   const { columns, rows, best, adaptive } = tableRows();
   const papers = columns.filter((c) => c.panel.published);
-  const head = ["optimizer", ...columns.map((c) => `${c.panel.title} ${c.title}`), ...papers.map((c) => `paper's ${c.panel.title} ${c.title}`)];
+  const head = ["optimizer", ...columns.map((c) => `${c.panel.title} ${c.title}`), ...papers.map((c) => `published ${c.panel.title} ${c.title}`)];
   const escaped = (text) => (kind === "markdown" ? text.replaceAll("|", "\\|") : text.replace(/[&%$#_{}]/g, "\\$&"));
   const cell = (row, i) => {
     const text = withError(row.cells[i], columns[i].digits);
