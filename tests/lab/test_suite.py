@@ -14,6 +14,7 @@ from scipy import stats
 
 from adabayes.cli import main
 from adabayes.lab import protocol, suite
+from adabayes.lab.differences import Difference
 from adabayes.lab.protocol import Protocol, ProtocolError
 from adabayes.lab.report import suite_figure, suite_page
 from adabayes.lab.run.folder import folder_of
@@ -165,15 +166,15 @@ def test_differences_are_paired_over_seeds_and_corrected() -> None:
         theirs = [run.test_loss for run in records[0].runs("adamw")]
         p = stats.ttest_rel(ours, theirs).pvalue
         low, high = stats.ttest_rel(ours, theirs).confidence_interval()
-        assert (one.low, one.high) == pytest.approx((low, high))
-        assert one.p >= p
+        assert (one.difference.low, one.difference.high) == pytest.approx((low, high))
+        assert one.difference.p >= p
     assert found[0].verdict == "better"
     assert found[1].verdict == "no difference shown"  # three seeds, a spread as large as the difference
 
 
 def test_holms_correction() -> None:
-    made = [suite.Comparison("w", str(i), 0, 0, 0, p) for i, p in enumerate((0.01, 0.04, 0.03, 0.005))]
-    assert [c.p for c in suite._holm(made)] == pytest.approx([0.03, 0.06, 0.06, 0.02])  # as in Holm's paper
+    made = [suite.Comparison("w", str(i), Difference(0, 0, 0, p, 5)) for i, p in enumerate((0.01, 0.04, 0.03, 0.005))]
+    assert [c.difference.p for c in suite._holm(made)] == pytest.approx([0.03, 0.06, 0.06, 0.02])  # as in Holm's paper
 
 
 def test_records_are_kept_whole(tmp_path: Path) -> None:
@@ -278,7 +279,11 @@ def test_the_page_tells_what_the_records_hold(tmp_path: Path, browser: Browser) 
     assert cells == ["fast", "0.50", "2.00", "1.00"]
     assert view.locator("#times tr[data-optimizer=never] td").all_text_contents() == ["never", "-", "-", "-"]
     view.get_by_role("button", name="difference to AdamW").click()
-    assert "better" in view.locator("#ends tr[data-optimizer=fast] td").all_text_contents()[1]
+    cell = view.locator("#ends tr[data-optimizer=fast] td").all_text_contents()[1]
+    (compared, *_) = suite.comparisons([record()])
+    assert (
+        cell == f"{compared.difference.mean:.3g}{compared.difference.low:.3g} to {compared.difference.high:.3g}better"
+    )
     assert view.locator(".plot .main-svg").count() >= 4
     assert not errors
     view.close()

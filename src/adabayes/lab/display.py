@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -37,7 +37,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from adabayes.lab.execute.sweep import Outcome
 
-__all__ = ["Display", "make_table", "plain", "show", "tracked"]
+__all__ = ["Display", "fitting", "make_table", "plain", "show", "tracked"]
 
 T = TypeVar("T")
 
@@ -139,6 +139,7 @@ def tracked(items: Collection[T], what: str) -> Iterator[T]:
 
 # Tables
 
+_USUAL = 80  # columns of a terminal
 _WIDEST = 1000  # characters of a table that is not wrapped
 _NARROWEST = 12  # of a column that is
 
@@ -160,14 +161,25 @@ def make_table(
     return table
 
 
+def fitting(make: Callable[[str], Table]) -> Table:
+    """Make a table that fits 80 columns. ``make`` gets what separates the parts of a cell: a space, or a new line."""
+    table = make(" ")
+    return table if _needed(table, Console(width=_USUAL)) <= _USUAL else make("\n")
+
+
 def show(table: Table, console: Console | None = None) -> None:
     """Print a table no wider than the terminal, or 80 columns where there is none, unless its figures need more."""
     console = console or Console()
+    console.width = max(console.width, _needed(table, console))
+    console.print(table)
+
+
+def _needed(table: Table, console: Console) -> int:
+    """Return the columns that a table needs at least; those of the kind ``wrap`` can be narrow."""
     wide = console.options.update(max_width=_WIDEST)
     needed = console.measure(table, options=wide).maximum
     for column in table.columns:
         if not column.no_wrap:
             width = max(console.measure(cell, options=wide).maximum for cell in (column.header, *column.cells))
             needed -= max(0, width - _NARROWEST)
-    console.width = max(console.width, needed)
-    console.print(table)
+    return needed

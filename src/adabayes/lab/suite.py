@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from adabayes.lab.differences import REFERENCE, Difference, paired
 from adabayes.lab.protocol import TRIAL_SEED, WORKLOADS, Protocol, ProtocolError, Spec
 from adabayes.lab.run.folder import folder_of, write_atomically
 
@@ -54,7 +55,6 @@ __all__ = [
 ]
 
 BUDGET = 10  # trials of each optimizer
-REFERENCE = "adamw"  # whose loss is the target
 LENGTHS = (0.2, 0.3, 0.4, 0.5, 0.65, 0.8)  # of schedules that are tried for the target, beside whole ones
 WITHIN = 1.05  # of the best loss: the band of learning rates that is good enough
 
@@ -410,35 +410,25 @@ class Comparison:
 
     workload: str
     optimizer: str
-    difference: float
-    low: float  # of a 95 % interval
-    high: float
-    p: float  # two-sided, corrected for all comparisons of the suite
+    difference: Difference  # whose p is corrected for all comparisons of the suite
 
     @property
     def verdict(self) -> str:
-        if self.p >= 0.05:
+        if self.difference.p >= 0.05:
             return "no difference shown"
-        return "better" if self.difference < 0 else "worse"
+        return "better" if self.difference.mean < 0 else "worse"
 
 
 def comparisons(records: Sequence[Record]) -> list[Comparison]:
-    """Every optimizer against AdamW on every workload, where there are at least two seeds of both."""
-    from scipy import stats
-
-    found = []
+    """Compare every optimizer with AdamW on every workload where both have at least two seeds in common."""
+    found: list[Comparison] = []
     for record in records:
-        reference = {run.seed: run.test_loss for run in record.runs(REFERENCE)}
-        for name in record.labels:
-            pairs = [(run.test_loss, reference.get(run.seed)) for run in record.runs(name)]
-            differences = [a - b for a, b in pairs if a is not None and b is not None]
-            if name == REFERENCE or len(differences) < 2:
-                continue
-            mean = statistics.fmean(differences)
-            error = statistics.stdev(differences) / len(differences) ** 0.5
-            half = float(stats.t.ppf(0.975, len(differences) - 1)) * error
-            p = float(2 * stats.t.sf(abs(mean) / error, len(differences) - 1)) if error else float(mean == 0)
-            found.append(Comparison(record.name, name, mean, mean - half, mean + half, p))
+        losses = {name: {run.seed: run.test_loss for run in record.runs(name)} for name in (REFERENCE, *record.labels)}
+        found += [
+            Comparison(record.name, name, difference)
+            for name in record.labels
+            if name != REFERENCE and (difference := paired(losses[name], losses[REFERENCE]))
+        ]
     return _holm(found)
 
 
@@ -446,7 +436,7 @@ def _holm(found: list[Comparison]) -> list[Comparison]:
     """Holm's correction: the k-th smallest of n is multiplied by n - k + 1, and none is below the one before."""
     worst = 0.0
     corrected: dict[tuple[str, str], float] = {}
-    for k, one in enumerate(sorted(found, key=lambda c: c.p)):
-        worst = max(worst, min(1.0, one.p * (len(found) - k)))
+    for k, one in enumerate(sorted(found, key=lambda c: c.difference.p)):
+        worst = max(worst, min(1.0, one.difference.p * (len(found) - k)))
         corrected[one.workload, one.optimizer] = worst
-    return [replace(one, p=corrected[one.workload, one.optimizer]) for one in found]
+    return [replace(one, difference=replace(one.difference, p=corrected[one.workload, one.optimizer])) for one in found]

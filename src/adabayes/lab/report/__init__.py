@@ -39,7 +39,8 @@ def content(
     done = sum(row.status == "done" for row in rows)
     seeds = len({spec.seed for spec in specs})
     summary: dict[str, dict[str, Any]] = {}
-    for s in results.summarise(rows):
+    summaries = results.summarise(rows)
+    for s in summaries:
         summary.setdefault(_key(s.dataset, s.model), {})[s.optimizer] = asdict(s)
     folders = {spec.folder: folder_of(spec, runs) for spec in specs}
     metrics = {folder: files.metrics() for folder, files in folders.items()}
@@ -56,6 +57,7 @@ def content(
                 "published": protocol.published.get(dataset, {}).get(model),
                 "error": (error := data.error_of(dataset)),
                 "digits": data.digits_of(error),
+                "loss_digits": results.loss_digits([s for s in summaries if (s.dataset, s.model) == (dataset, model)]),
             }
             for dataset, model in panels
         ],

@@ -10,7 +10,7 @@ import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,17 @@ from rich.text import Text
 
 from adabayes.lab import data, schema
 from adabayes.lab import protocol as protocols
-from adabayes.lab.display import make_table, plain
+from adabayes.lab.differences import Difference, paired, reference_of
+from adabayes.lab.display import fitting, make_table, plain
 from adabayes.lab.protocol import PROTOCOL, OptimizerSpec, Protocol, Spec
 from adabayes.lab.run.folder import RunFolder, folder_of, read_json, write_atomically
 
-__all__ = ["METRICS", "Mean", "Row", "Summary", "collect", "read", "summarise", "tables", "write"]
+__all__ = ["METRICS", "Mean", "Row", "Summary", "collect", "loss_digits", "read", "summarise", "tables", "write"]
 
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\n")
 METRICS = ("test_error", "test_loss", "train_error", "train_loss")
+SHOWN = ("best_test_error", "best_test_loss", "final_test_error", "final_test_loss")  # in tables
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,8 @@ class Mean:
             return None
         return cls(statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else None)
 
-    def text(self, digits: int) -> str:
-        return f"{self.mean:.{digits}f}" + ("" if self.error is None else f" ±{self.error:.{digits}f}")
+    def text(self, digits: int, between: str = " ") -> str:
+        return f"{self.mean:.{digits}f}" + ("" if self.error is None else f"{between}±{self.error:.{digits}f}")
 
 
 @dataclass(frozen=True)
@@ -130,59 +132,83 @@ class Summary:
     final_train_loss: Mean | None
     milliseconds_per_step: Mean | None
     state_bytes: Mean | None
+    reference: str  # the optimizer that the differences are to
+    differences: dict[str, Difference]  # of the figures above that have one
 
 
 def summarise(rows: Sequence[Row]) -> list[Summary]:
-    groups: dict[tuple[str, str, str], list[Row]] = {}
+    """Summarise runs over seeds, with paired differences to AdamW or, where it is not there, the first optimizer."""
+    panels: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:
-        groups.setdefault((row.dataset, row.model, row.optimizer), []).append(row)
-    return [_summary(key, group) for key, group in groups.items()]
+        panels.setdefault((row.dataset, row.model), {}).setdefault(row.optimizer, []).append(row)
+    return [
+        _summary((*panel, name), group, reference, of[reference])
+        for panel, of in panels.items()
+        for reference in [reference_of(of)]
+        for name, group in of.items()
+    ]
 
 
-def _summary(key: tuple[str, str, str], rows: list[Row]) -> Summary:
-    done = [row for row in rows if row.status == "done"]
+_MEANS = (*(f"{when}_{name}" for when in ("best", "final") for name in METRICS), "milliseconds_per_step", "state_bytes")
+
+
+def _summary(key: tuple[str, str, str], rows: list[Row], reference: str, of_reference: list[Row]) -> Summary:
+    def figures(name: str, rows: list[Row]) -> dict[int, float | None]:
+        return {row.seed: getattr(row, name) for row in rows if row.status == "done"}
+
     statuses = [row.status for row in rows]
-    names = [f.name for f in fields(Summary)][4:]
-    means: dict[str, Any] = {name: Mean.of([getattr(row, name) for row in done]) for name in names}
-    return Summary(*key, runs={status: statuses.count(status) for status in dict.fromkeys(statuses)}, **means)
+    means: dict[str, Any] = {name: Mean.of(list(figures(name, rows).values())) for name in _MEANS}
+    found = {name: paired(figures(name, rows), figures(name, of_reference)) for name in SHOWN if key[-1] != reference}
+    return Summary(
+        *key,
+        runs={status: statuses.count(status) for status in dict.fromkeys(statuses)},
+        **means,
+        reference=reference,
+        differences={name: difference for name, difference in found.items() if difference},
+    )
 
 
 def tables(protocol: Protocol, rows: Sequence[Row]) -> list[Table]:
-    """One for each data set and model: errors and losses, and the paper's own where the protocol is the paper's."""
+    """Make the tables of each data set and model: errors and losses, then paired differences if there are seeds."""
     summaries = summarise(rows)
     found = []
     for dataset, model in dict.fromkeys((s.dataset, s.model) for s in summaries):
         published = protocol.published.get(dataset, {}).get(model, {})
         of_these = [s for s in summaries if (s.dataset, s.model) == (dataset, model)]
-        error = data.error_of(dataset)
-        found.append(_table(f"{dataset}, {model}", error, of_these, protocol, published))
+        title, error = f"{dataset}, {model}", data.error_of(dataset)
+        found.append(fitting(partial(_table, title, error, of_these, protocol, published)))
+        if any(s.differences for s in of_these):
+            found.append(fitting(partial(_differences, title, error, of_these, protocol)))
     return found
 
 
 def _table(
-    title: str, error: str, summaries: list[Summary], protocol: Protocol, published: dict[str, Sequence[float | None]]
+    title: str,
+    error: str,
+    summaries: list[Summary],
+    protocol: Protocol,
+    published: dict[str, Sequence[float | None]],
+    between: str,
 ) -> Table:
     seeds = max(sum(s.runs.values()) for s in summaries)
     over = f", mean ± standard error of {seeds} seeds" if seeds > 1 else ""
     on = "validation" if protocol.validation else "test"
-    error_lines = error.replace(" error", "\nerror")  # of a long name, in lines, so that the table fits a terminal
+    error_lines = error.replace(" error", "\nerror")  # a long name in lines, so that the table fits a terminal
     above = "\n" * error_lines.count("\n")
     headers = [f"best\n{error_lines}", f"{above}best\nloss", f"final\n{error_lines}", f"{above}final\nloss"]
     headers.append(f"{above}\nms/step")
     table = make_table(
         {"optimizer": "wrap", **dict.fromkeys(headers, "right")}, f"{title}: on the {on} set{over}", SIMPLE_HEAD
     )
-    columns = ("best_test_error", "best_test_loss", "final_test_error", "final_test_loss")
-    best = {name: min((m.mean for s in summaries if (m := getattr(s, name))), default=None) for name in columns}
-    losses = [m.mean for s in summaries for m in (s.best_test_loss, s.final_test_loss) if m and m.mean > 0]
-    loss_digits = min(6, max(3, 1 - math.floor(math.log10(min(losses, default=1.0)))))
+    best = {name: min((m.mean for s in summaries if (m := getattr(s, name))), default=None) for name in SHOWN}
     for s in summaries:
         cells = []
         given = dict(zip(("best_test_error", "best_test_loss"), published.get(s.optimizer, ())))
-        for name in columns:
+        for name in SHOWN:
             mean: Mean | None = getattr(s, name)
-            digits = data.digits_of(error) if "error" in name else loss_digits
-            cell = Text("" if mean is None else mean.text(digits), "bold" if mean and mean.mean == best[name] else "")
+            digits = data.digits_of(error) if "error" in name else loss_digits(summaries)
+            style = "bold" if mean and mean.mean == best[name] else ""
+            cell = Text("" if mean is None else mean.text(digits, between), style)
             if (figure := given.get(name)) is not None:
                 cell.append(f"\n{figure:.{digits}f}", "not bold dim")
             cells.append(cell)
@@ -192,9 +218,32 @@ def _table(
         if others:
             label += plain(f" ({', '.join(others)})", "yellow")
         if given:
-            label += plain("\npublished", "dim")
+            lines = "\n\n" if between == "\n" and seeds > 1 else "\n"
+            label += plain(f"{lines}published", "dim")
         table.add_row(label, *cells)
     return table
+
+
+def _differences(title: str, error: str, summaries: list[Summary], protocol: Protocol, between: str) -> Table:
+    names = {"final_test_error": f"final {error}", "final_test_loss": "final loss"}
+    reference = protocol.optimizers[summaries[0].reference].label
+    table = make_table(
+        {"optimizer": "wrap", **dict.fromkeys(names.values(), "right")},
+        f"{title}: difference to {reference} with the same seeds, 95 % interval",
+        SIMPLE_HEAD,
+    )
+    for s in summaries:
+        if s.optimizer != s.reference:
+            found = [s.differences.get(name) for name in names]
+            label = plain(protocol.optimizers[s.optimizer].label)
+            table.add_row(label, *(Text(d.text(between) if d else "") for d in found))
+    return table
+
+
+def loss_digits(summaries: Sequence[Summary]) -> int:
+    """Return how many decimals to show of losses: those that the smallest of them needs."""
+    losses = [m.mean for s in summaries for m in (s.best_test_loss, s.final_test_loss) if m and m.mean > 0]
+    return min(6, max(3, 1 - math.floor(math.log10(min(losses, default=1.0)))))
 
 
 def write(protocol: Protocol, rows: Sequence[Row], others: Sequence[Row], out: Path, command: str) -> None:

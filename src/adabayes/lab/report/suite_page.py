@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from adabayes.lab import suite
+from adabayes.lab.differences import REFERENCE, half_width
 from adabayes.lab.display import make_table, plain
 from adabayes.lab.report import page
-from adabayes.lab.suite import REFERENCE, Final, Record
+from adabayes.lab.suite import Final, Record
 
 __all__ = ["content", "tables", "write"]
 
@@ -150,22 +152,15 @@ def _end(record: Record, name: str, compared: suite.Comparison | None) -> dict[s
         "error": _interval([run.test_error for run in runs]),
     }
     if compared:
-        found["difference"] = {
-            "mean": compared.difference, "low": compared.low, "high": compared.high, "verdict": compared.verdict,
-        }  # fmt: skip
+        found["difference"] = {**asdict(compared.difference), "verdict": compared.verdict}
     return found
 
 
 def _interval(values: Sequence[float | None]) -> dict[str, float | None] | None:
-    from scipy import stats
-
     found = [value for value in values if value is not None]
     if not found:
         return None
-    half = None
-    if len(found) > 1:
-        half = float(stats.t.ppf(0.975, len(found) - 1)) * statistics.stdev(found) / len(found) ** 0.5
-    return {"mean": statistics.fmean(found), "half": half}
+    return {"mean": statistics.fmean(found), "half": half_width(found) if len(found) > 1 else None}
 
 
 def _band(record: Record, name: str) -> dict[str, float] | None:

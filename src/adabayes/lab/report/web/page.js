@@ -46,6 +46,9 @@ const config = { displayModeBar: false, responsive: true };
 const ticks = Array.from({ length: 12 }, (_, i) => i - 5).flatMap((power) => [1, 2, 5].map((digit) => Number((digit * 10 ** power).toPrecision(1))));
 const scale = (log) => (log ? { type: "log", tickmode: "array", tickvals: ticks, ticktext: ticks.map(String) } : { type: "linear", tickmode: "auto" });
 
+// A paired difference and its interval.
+const signed = (value) => (value > 0 ? "+" : "") + Number(value.toPrecision(3));
+const withInterval = (d) => `${signed(d.mean)} (${signed(d.low)} to ${signed(d.high)})`;
 
 // Text for Plotly, which takes some HTML.
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");

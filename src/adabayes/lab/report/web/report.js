@@ -15,7 +15,7 @@ const withError = (m, digits) => (m ? fixed(m.mean, digits) + (m.error === null 
 let order = { column: null, up: true };
 const figures = (when) => data.panels.flatMap((panel) => [
   { panel, key: `${when}_test_error`, digits: panel.digits, title: panel.error },
-  { panel, key: `${when}_test_loss`, digits: 3, title: "loss" },
+  { panel, key: `${when}_test_loss`, digits: panel.loss_digits, title: "loss" },
 ]);
 
 function tableRows() {
@@ -45,6 +45,8 @@ function drawTable() {
       const node = make("td", {}, make("span", { class: marks || undefined }, withError(cell, columns[i].digits)));
       const paper = published(columns[i], o);
       if (paper) node.append(make("div", { class: "soft" }, `published ${paper}`));
+      const difference = data.summary[columns[i].panel.key]?.[o.name]?.differences[columns[i].key];
+      if (difference) node.append(make("div", { class: "soft difference" }, withInterval(difference)));
       row.append(node);
     });
     return row;
@@ -52,9 +54,12 @@ function drawTable() {
   renew(get("results"), make("thead", {}, top, names), make("tbody", {}, ...body));
   get("table-note").textContent = "Bold: the best. Underlined: the best adaptive method (all but SGD), as the paper marks them. "
     + (data.panels.some((p) => p.published) ? "Below each: the published figure. " : "")
+    + (references.size ? `Small, with signs: the difference to ${[...references].join(" and ")} with the same seeds and batches, and its 95 % interval by Student's t, not corrected for the number of comparisons. ` : "")
     + (state.when === "best" ? "Of each run the best epoch, for error and loss apart, chosen on the data that is shown: flattering, and what the paper's table has." : "Of each run the last epoch.");
 }
 
+const references = new Set(Object.values(data.summary).flatMap(Object.values).filter((s) => Object.keys(s.differences).length)
+  .map((s) => data.optimizers.find((o) => o.name === s.reference).label));
 const published = (column, o) => fixed(column.panel.published?.[o.name]?.[column.title === "loss" ? 1 : 0], column.digits);
 
 function copied(kind) {
