@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from adabayes.lab import data, protocol, suite
+from adabayes.lab.report import suite_page
 from adabayes.lab.run.folder import folder_of
 from adabayes.lab.run.training import train
 
@@ -28,6 +30,12 @@ def test_records_are_whole_and_of_the_present_protocols(record: suite.Record) ->
     assert record.step_seconds.keys() == record.chosen.keys()
     assert {trial.status for trial in record.trials} | {run.status for run in record.finals} <= {"done", "diverged"}
     assert record.error == data.error_of(found.datasets[0])
+
+
+def test_tables_of_all_workloads_fit_80_columns() -> None:
+    records = [replace(RECORDS[0], name=name) for name in protocol.WORKLOADS]
+    for table in suite_page.tables(records):
+        assert Console().measure(table, options=Console().options.update(max_width=200)).maximum <= 80
 
 
 def test_the_demo_has_the_settings_that_won() -> None:

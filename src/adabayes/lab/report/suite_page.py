@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -175,7 +176,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 def _table(records: Sequence[Record], clock: str) -> Table:
     labels = {name: label for record in records for name, label in record.labels.items() if name != REFERENCE}
-    heads = [label.replace("-", "-\n", 1).replace(" ", "\n", 1) for label in labels.values()]
+    heads = [re.sub("(?<=-)|(?<=Ada(?=B))| ", "\n", label) for label in labels.values()]  # narrow, to fit 80 columns
     grid = make_table(
         {"workload": "left", **dict.fromkeys(heads, "right")},
         f"{clock.capitalize()} to the loss of tuned AdamW, as a share of its own",
