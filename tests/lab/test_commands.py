@@ -114,9 +114,18 @@ def test_a_run_that_diverges_is_shown_as_such_and_is_no_failure(protocol: Path, 
     assert "already" not in done.stderr
 
 
+def test_processes_live_on_from_run_to_run(protocol: Path, tmp_path: Path) -> None:
+    """So the data are loaded once by each, and not once for each run."""
+    done = adabayes("reproduce", "--protocol", protocol, "--jobs", "2", "--seeds", "3", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    starts = [json.loads(path.read_text()) for path in tmp_path.glob("out/runs/*/environment.json")]
+    assert len(starts) == 6
+    assert 1 <= len({start["process"] for (start,) in starts}) <= 2
+
+
 def test_a_killed_process_fails_its_run_alone(tmp_path: Path) -> None:
-    """With --jobs, each run has a process; the system may kill one, for want of memory."""
-    command = ("reproduce", "--optimizers", "sgd,adamw", "--seeds", "1", "--epochs", "6", "--jobs", "2")
+    """With --jobs, runs have processes; the system may kill one, for want of memory. The next run gets another."""
+    command = ("reproduce", "--optimizers", "sgd,adamw,adam", "--seeds", "1", "--epochs", "6", "--jobs", "2")
     process = start(*command, "--out", tmp_path)
     victim = None
     while victim is None:
@@ -128,7 +137,7 @@ def test_a_killed_process_fails_its_run_alone(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert "its process was killed by signal 9" in errors
     statuses = {path.name.split("-")[2]: RunFolder(path).status() for path in (tmp_path / "runs").iterdir()}
-    assert statuses == {"sgd": "failed", "adamw": "done"}
+    assert statuses == {"sgd": "failed", "adamw": "done", "adam": "done"}
     assert adabayes(*command, "--out", tmp_path).returncode == 0
 
 
@@ -419,6 +428,7 @@ def test_folders_of_runs_are_merged_by_copying(tmp_path: Path) -> None:
         (["reproduce", "--epochs", "0"], "epochs is 0"),
         (["reproduce", "--seeds", "0"], "there are no seeds"),
         (["reproduce", "--jobs", "0"], "--jobs 0"),
+        (["reproduce", "--threads", "0"], "--threads 0: a run has at least one thread"),
         (["reproduce", "--device", "abacus"], "--device abacus: Expected one of cpu, cuda"),
         (["reproduce", "--validation", "2"], "validation is 2.0; it must be a share"),
         (["reproduce", "--protocol", "mini", "--data", "nowhere"], "cifar10: no data_batch_1 in nowhere"),

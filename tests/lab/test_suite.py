@@ -243,11 +243,45 @@ def test_a_suite_from_beginning_to_end_and_again(tmp_path: Path, capsys: pytest.
     assert set(more.chosen) == {"sgd", "adamw", "muon", "adabayes-k"} == set(more.step_seconds)
     assert [run for run in more.finals if run.optimizer != "sgd"] == found.finals
 
+    fewer = ["suite", "--workload", "digits", "--optimizers", "adamw", "--budget", "1", "--seeds", "1"]
+    main([*fewer, "--out", str(out)])  # what the record has beyond that is kept
+    assert Record.read(out / "digits.json") == more
+    capsys.readouterr()
+
+    guessed = replace(more, step_seconds=dict.fromkeys(more.step_seconds, 1e9))
+    guessed.write(out)
+    main(["suite", "--time-steps", "--out", str(out)])
+    again = Record.read(out / "digits.json")
+    assert replace(again, step_seconds=guessed.step_seconds) == guessed  # nothing else has changed
+    assert again.step_seconds.keys() == more.step_seconds.keys()
+    assert all(0 < seconds < 60 for seconds in again.step_seconds.values())
+    assert "done" not in capsys.readouterr().err  # nothing is trained
+
     main(["suite", "--from", str(out), "--out", str(tmp_path / "page")])
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     assert "AdaBayes-K" in page
     main(["suite", "--from", str(out), "--out", str(tmp_path / "again")])
     assert (tmp_path / "again" / "index.html").read_text(encoding="utf-8") == page
+
+
+def test_a_record_keeps_what_is_not_asked_for_and_lacks_what_never_was(tmp_path: Path) -> None:
+    """A record of AdamW with three trials and seeds; then SGD is asked for, with two of each."""
+    whole = workload().narrowed(optimizers=["sgd", "adamw"])
+    asked = replace(whole.narrowed(optimizers=["sgd"]), seeds=(0, 1))
+    adamw = replace(whole.narrowed(optimizers=["adamw"]), seeds=(0, 1, 2))
+    tried = [
+        Trial(spec.identity, "adamw", spec.settings, "done", 1.0 + i) for i, spec in enumerate(suite.trials(adamw, 3))
+    ]
+    chosen = {"adamw": tried[0].settings}
+    ran = [
+        replace(final("adamw", spec.seed, [(9, 2.0)], 2.0), run=spec.identity) for spec in suite.finals(adamw, chosen)
+    ]
+    before = replace(record("digits"), labels={"adamw": "AdamW"}, styles={}, trials=tried, chosen=chosen, finals=ran)
+    found = suite.collect(asked, 2, "error %", tmp_path, before, whole)
+    assert [t for t in found.trials if t.optimizer == "adamw"] == tried
+    assert [(t.optimizer, t.status) for t in found.trials if t.optimizer == "sgd"] == [("sgd", "missing")] * 2
+    assert found.finals == ran
+    assert suite.reached(found, "adamw") == suite.Reached(1.0, 1.0, 1.0)
 
 
 @pytest.mark.usefixtures("signals")

@@ -231,6 +231,11 @@ shakespeare (adabayes data fetch); Fashion-MNIST is also Debian's dataset-fashio
     parser.add_argument(
         "--from", type=Path, metavar="DIR", dest="records", help="make the page of the records in DIR; train nothing"
     )
+    parser.add_argument(
+        "--time-steps",
+        action="store_true",
+        help="time the steps of the records in --out, or --from, again; train nothing",
+    )
     parser.add_argument("--out", type=Path, default=Path("out/suite"), metavar="DIR", help="(default: out/suite)")
     _add_data_folder(parser)
 
@@ -250,6 +255,7 @@ def _suite(args: argparse.Namespace) -> None:
             data=args.data,
             out=args.out,
             records=args.records,
+            time_steps=args.time_steps,
         )
     )
 
@@ -431,6 +437,12 @@ def _add_training(parser: Parser) -> None:
         metavar="SECONDS",
         help="within an epoch; there is always one at its end (default: 60)",
     )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="of each run on a CPU (default: 1 for a small network, else its share of the cores)",
+    )
     parser.add_argument("--no-channels-last", action="store_true", help="keep images in torch's usual layout")
     parser.add_argument(
         "--validation", type=float, metavar="SHARE", help="test on this share of the training data, not on the test set"
@@ -448,6 +460,7 @@ def _training(args: argparse.Namespace, tensorboard: bool = False) -> requests.T
         checkpoint_seconds=args.checkpoint_every,
         tensorboard=tensorboard,
         data=args.data,
+        threads=args.threads,
     )
 
 

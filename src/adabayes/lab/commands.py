@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from adabayes.lab import suite as suites
 from adabayes.lab.data import DataError, download
 from adabayes.lab.display import Display, make_table, plain, show, tracked
 from adabayes.lab.execute import local, sweep
+from adabayes.lab.execute.workers import Workers
 from adabayes.lab.protocol import Execution, Protocol, ProtocolError, Spec
 from adabayes.lab.report import results
 from adabayes.lab.run import distributed
@@ -60,7 +62,8 @@ def reproduce(request: requests.Reproduce) -> None:
     specs = chosen.runs(_execution(request.training))
     optimizers.check(specs)
     out = _out(request, chosen)
-    outcomes, rows = _sweep(chosen, specs, out, _executor(request.executor), request.training, request.command)
+    with _executor(request.executor) as run:
+        outcomes, rows = _sweep(chosen, specs, out, run, request.training, request.command)
     page = reports.write(reports.content(chosen, specs, request.command, out), out)
     _show(chosen, rows, out)
     if said := suites.sentence(chosen, specs, out):
@@ -74,7 +77,7 @@ def dry_run(request: requests.Reproduce) -> None:
     chosen = _chosen(request.choice)
     specs = chosen.runs(_execution(request.training))
     optimizers.check(specs)
-    _dry_run(specs, _out(request, chosen), request.training.data)
+    _dry_run(specs, _out(request, chosen), _of_runs(request.training))
 
 
 def train(request: requests.Train) -> None:
@@ -181,6 +184,7 @@ def tune(request: requests.Tune) -> None:
             stop,
             training.checkpoint_seconds,
             _execution(training),
+            training.threads,
         )
     found = tuning.searches(chosen, out)
     tuned = any(search.best for search in found)
@@ -198,7 +202,13 @@ def tune(request: requests.Tune) -> None:
 def suite(request: requests.Suite) -> None:
     from adabayes.lab.report import suite_figure, suite_page
 
-    found, outcomes = (suites.read(request.records), []) if request.records else _suite(request)
+    outcomes: list[sweep.Outcome] = []
+    if request.time_steps:
+        _time_steps(request)
+    if request.records or request.time_steps:
+        found = suites.read(request.records or request.out)
+    else:
+        found, outcomes = _suite(request)
     page = suite_page.write(found, request.out)
     picture = suite_figure.write(found, request.out)[-1]
     for table in suite_page.tables(found):
@@ -218,14 +228,14 @@ def _suite(request: requests.Suite) -> tuple[list[suites.Record], list[sweep.Out
     for one in chosen:
         optimizers.check(suites.trials(one, request.budget))
         _check_data(one.datasets, request.data)
-    run = _executor(request.executor)
     options = sweep.Options(request.data, request.checkpoint_seconds, threads=1)
     stop = sweep.Stop()
     each = {one.name: len(one.optimizers) * (request.budget + len(one.seeds)) for one in chosen}
     found: list[suites.Record] = []
     outcomes: list[sweep.Outcome] = []
     epochs = sum(each[one.name] * one.epochs for one in chosen)
-    with Display(sum(each.values()), epochs) as display, stop.on_signals():
+    display = Display(sum(each.values()), epochs)
+    with display, stop.on_signals(), _executor(request.executor) as run:
         for one in chosen:
             workload = _Workload(one, request, request.out / suites.name_of(one))
             for specs in workload.rounds():
@@ -236,20 +246,33 @@ def _suite(request: requests.Suite) -> tuple[list[suites.Record], list[sweep.Out
     return found, outcomes
 
 
-class _Workload:
-    """What is done on a workload, and its record, which is written after each round.
+def _time_steps(request: requests.Suite) -> None:
+    """Time the steps of all records again, or of some workloads; nothing is trained."""
+    folder = request.records or request.out
+    records = [r for r in suites.read(folder) if r.name in (request.workloads or protocol.WORKLOADS)]
+    for record in records:
+        _check_data(protocol.load(f"suite/{record.name}").datasets, request.data)
+    for record in tracked(records, "timing"):
+        _timed(record, sweep.Options(request.data)).write(folder)
 
-    The record keeps what it had of optimizers that are not asked for now.
-    """
+
+def _timed(record: suites.Record, options: sweep.Options) -> suites.Record:
+    """Time a training step with each optimizer, with the settings that won."""
+    whole = replace(protocol.load(f"suite/{record.name}"), seeds=(0,))
+    specs = suites.finals(whole, record.chosen)
+    times = step_seconds(specs, options.load(specs[0])) if specs else {}
+    return replace(record, step_seconds={name: float(f"{s:.4g}") for name, s in times.items()})
+
+
+class _Workload:
+    """A workload, its rounds of runs and its record, which is written after each round."""
 
     def __init__(self, chosen: Protocol, request: requests.Suite, out: Path) -> None:
         self.chosen, self.budget, self.out = chosen, request.budget, out
         self._records = request.out
         path = request.out / f"{suites.name_of(chosen)}.json"
         self._before = suites.Record.read(path) if path.exists() else None
-        whole = protocol.load(f"suite/{suites.name_of(chosen)}")
-        kept = {*chosen.optimizers, *(self._before.labels if self._before else ())}
-        self._recorded = replace(chosen, optimizers={k: o for k, o in whole.optimizers.items() if k in kept})
+        self._whole = protocol.load(f"suite/{suites.name_of(chosen)}")
         self.out.mkdir(parents=True, exist_ok=True)
         self.record = self._collected()
 
@@ -269,9 +292,7 @@ class _Workload:
     def time(self, options: sweep.Options) -> None:
         """Time a step with each optimizer, unless that was done."""
         if self.record.step_seconds.keys() != self.record.chosen.keys():
-            specs = suites.finals(replace(self._recorded, seeds=(0,)), self.record.chosen)
-            times = step_seconds(specs, options.load(specs[0])) if specs else {}
-            self.record = replace(self.record, step_seconds={name: float(f"{s:.4g}") for name, s in times.items()})
+            self.record = _timed(self.record, options)
             self.record.write(self._records)
 
     def _missing(self, specs: Sequence[Spec]) -> list[Spec]:
@@ -280,7 +301,7 @@ class _Workload:
 
     def _collected(self) -> suites.Record:
         error = data.error_of(self.chosen.datasets[0])
-        record = suites.collect(self._recorded, self.budget, error, self.out, self._before)
+        record = suites.collect(self.chosen, self.budget, error, self.out, self._before, self._whole)
         record.write(self._records)
         return record
 
@@ -425,16 +446,19 @@ def _follow(spec: Spec, out: Path, ranks: Ranks, training: requests.Training) ->
 
 
 def _of_runs(training: requests.Training) -> sweep.Options:
-    return sweep.Options(training.data, training.checkpoint_seconds, training.tensorboard)
+    return sweep.Options(training.data, training.checkpoint_seconds, training.tensorboard, training.threads)
 
 
-def _executor(executor: requests.Local | requests.Ray) -> Executor:
-    """Return what runs the runs."""
+@contextmanager
+def _executor(executor: requests.Local | requests.Ray) -> Iterator[Executor]:
+    """Provide what does runs; processes that it starts live until the end."""
     if isinstance(executor, requests.Local):
-        return partial(local.run, jobs=executor.jobs)
-    from adabayes.lab.execute import ray
+        with Workers() as workers:
+            yield partial(local.run, jobs=executor.jobs, workers=workers)
+    else:
+        from adabayes.lab.execute import ray
 
-    return partial(ray.run, address=executor.address, cpus=executor.cpus, gpus=executor.gpus)
+        yield partial(ray.run, address=executor.address, cpus=executor.cpus, gpus=executor.gpus)
 
 
 def _write(chosen: Protocol, specs: list[Spec], out: Path, command: str) -> list[results.Row]:
@@ -465,7 +489,7 @@ def _line(outcome: sweep.Outcome) -> str:
     return plain(f"{outcome.status}: {outcome.spec}: {outcome.error}").plain
 
 
-def _dry_run(specs: list[Spec], out: Path, data_folder: Path | None) -> None:
+def _dry_run(specs: list[Spec], out: Path, options: sweep.Options) -> None:
     left = []
     for spec in specs:
         status = folder_of(spec, out).status()
@@ -476,7 +500,7 @@ def _dry_run(specs: list[Spec], out: Path, data_folder: Path | None) -> None:
     print(f"{len(specs)} runs, of which {len(left)} are to be done, in {out / 'runs'}")
     if left:
         try:
-            seconds = sweep.estimate(left, out, data_folder)
+            seconds = sweep.estimate(left, out, options)
         except (DataError, RuntimeError, AssertionError) as error:  # no data, or no such device
             print(f"how long that takes cannot be measured here: {str(error).splitlines()[0]}")
         else:

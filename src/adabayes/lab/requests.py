@@ -47,6 +47,11 @@ class Training:
     checkpoint_seconds: float = 60.0
     tensorboard: bool = False
     data: Path | None = None  # the folder of data sets; None is the user's
+    threads: int | None = None  # of each run; None: one for a small network, else this run's share of the cores
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"--threads {self.threads}: a run has at least one thread")
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,11 @@ class Tune:
 
 @dataclass(frozen=True)
 class Suite:
-    """The suite, or some of it. ``records`` is a folder of records to make the page of; then nothing is trained."""
+    """The suite, or some of it.
+
+    ``records`` is a folder of records to make the page of, and ``time_steps`` times the steps of records again; then
+    nothing is trained.
+    """
 
     command: str
     workloads: tuple[str, ...] | None = None
@@ -126,6 +135,7 @@ class Suite:
     data: Path | None = None
     out: Path = Path("out/suite")
     records: Path | None = None
+    time_steps: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -210,21 +211,40 @@ def best_of(tried: Iterable[Trial]) -> dict[str, dict[str, Any]]:
     return {name: settings for name, (_, settings) in best.items()}
 
 
-def collect(protocol: Protocol, budget: int, error: str, out: Path, before: Record | None = None) -> Record:
-    """Read all that a workload's runs have left in ``out``; of runs that are not there, what an earlier record knows.
+def collect(
+    asked: Protocol, budget: int, error: str, out: Path, before: Record | None = None, whole: Protocol | None = None
+) -> Record:
+    """Read the runs of a workload that are in ``out``.
 
-    So a record is enough to go on from, on another machine too.
+    An earlier record adds the runs that it has and ``out`` has not, so it is enough to go on from, on another machine
+    too. It also keeps optimizers, trials and seeds that are not asked for now; ``whole`` is the protocol that has them.
     """
     known = before.ended() if before else {}
-    tried = [_known(spec, known, Trial) or _trial_of(spec, out) for spec in trials(protocol, budget)]
+    kept = {t.run for t in before.trials} | {f.run for f in before.finals} if before else set()
+    names = {*asked.optimizers, *(before.labels if before else ())}
+    protocol = replace(asked, optimizers={k: o for k, o in (whole or asked).optimizers.items() if k in names})
+    counts = Counter(trial.optimizer for trial in before.trials) if before else Counter()
+
+    def belongs(spec: Spec, is_asked: bool) -> bool:
+        return (is_asked and spec.optimizer in asked.optimizers) or spec.identity in kept
+
+    first = {spec.identity for spec in trials(protocol, budget)}
+    all_trials = trials(protocol, max(budget, *counts.values(), 1))
+    tried = [
+        _known(spec, known, Trial) or _trial_of(spec, out)
+        for spec in all_trials
+        if belongs(spec, spec.identity in first)
+    ]
     best = best_of(tried)
     chosen = {name: best[name] for name in protocol.optimizers if name in best}
-    asked = finals(protocol, chosen)
+    seeds = dict.fromkeys((*asked.seeds, *sorted(run.seed for run in (before.finals if before else ()))))
+    protocol = replace(protocol, seeds=tuple(seeds))
+    full = [spec for spec in finals(protocol, chosen) if belongs(spec, spec.seed in asked.seeds)]
     short = [spec for length in LENGTHS for spec in finals(protocol, chosen, length)]
     short = [spec for spec in short if spec.identity in known or folder_of(spec, out).status() in ("done", "diverged")]
-    runs = [_known(spec, known, Final) or final_of(spec, out) for spec in (*asked, *short)]
-    started = next((starts for spec in asked if (starts := folder_of(spec, out).read("environment.json"))), None)
-    kept = ("adabayes", "torch", "python", "processor", "threads", "commit")
+    runs = [_known(spec, known, Final) or final_of(spec, out) for spec in (*full, *short)]
+    started = next((starts for spec in full if (starts := folder_of(spec, out).read("environment.json"))), None)
+    noted = ("adabayes", "torch", "python", "processor", "threads", "commit")
     return Record(
         name=name_of(protocol),
         description=protocol.description,
@@ -239,7 +259,7 @@ def collect(protocol: Protocol, budget: int, error: str, out: Path, before: Reco
         chosen=chosen,
         finals=runs,
         step_seconds=before.step_seconds if before else {},
-        environment={key: started[-1].get(key) for key in kept} if started else before.environment if before else {},
+        environment={key: started[-1].get(key) for key in noted} if started else before.environment if before else {},
     )
 
 

@@ -68,6 +68,7 @@ def tune(
     stop: sweep.Stop,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     execution: Execution = Execution(),  # noqa: B008  (frozen)
+    threads: int | None = None,
 ) -> list[sweep.Outcome]:
     """Give every optimizer ``budget`` trials, the first with the protocol's own settings; goes on where it was.
 
@@ -96,7 +97,7 @@ def tune(
                         whole,
                         display,
                         stop,
-                        checkpoint_seconds,
+                        sweep.Options(checkpoint_seconds=checkpoint_seconds, threads=threads),
                         execution,
                     )
                     if outcome.status not in ("done", "diverged", "pruned"):
@@ -199,7 +200,7 @@ def _trial(
     whole: Data,
     display: Display,
     stop: sweep.Stop,
-    checkpoint_seconds: float,
+    options: sweep.Options,
     execution: Execution,
 ) -> sweep.Outcome:
     if not study.get_trials(states=[TrialState.WAITING]):  # a kill may have left one
@@ -217,7 +218,7 @@ def _trial(
     display.started(spec)
     folder = folder_of(spec, out)
     watch = Watch(lambda progress: display.progressed(spec, progress), stop, is_hopeless)
-    outcome = sweep.attempt(spec, folder, lambda: whole, watch, sweep.Options(checkpoint_seconds=checkpoint_seconds))
+    outcome = sweep.attempt(spec, folder, lambda: whole, watch, options)
     display.ended(spec, outcome)
     if not outcome.is_new:  # it ended just before a kill
         for row in folder.metrics():

@@ -10,16 +10,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from adabayes._signals import Stopped, handled
 from adabayes.lab import data, schema
 from adabayes.lab.data import Data
+from adabayes.lab.execute import threads
 from adabayes.lab.protocol import Spec
 from adabayes.lab.run import files, training
 from adabayes.lab.run.distributed import Ranks
 from adabayes.lab.run.folder import Busy, RunFolder, exclusive, folder_of, read_json, spec_from, write_atomically
 from adabayes.lab.run.training import Interrupted, Watch
 
-__all__ = ["Options", "Outcome", "Stop", "attempt", "estimate", "noted", "prepare", "remove_leftovers"]
+__all__ = ["Loader", "Options", "Outcome", "Stop", "attempt", "estimate", "noted", "prepare", "remove_leftovers"]
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,26 @@ class Options:
     data_folder: Path | None = None
     checkpoint_seconds: float = training.CHECKPOINT_SECONDS
     tensorboard: bool = False
-    threads: int | None = None  # of each run; None: this process's, shared out
+    threads: int | None = None  # of each run; None: as :func:`adabayes.lab.execute.threads.choose` says
 
     def load(self, spec: Spec) -> Data:
         return data.load(spec.dataset, self.data_folder, spec.data_options)
+
+
+class Loader:
+    """Loads the data of runs, and keeps those of the last: one set at a time, for they are large."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._name: str | None = None
+        self._data: Data | None = None
+
+    def __call__(self, spec: Spec) -> Data:
+        name = f"{spec.dataset} {spec.data_options}"
+        if self._data is None or name != self._name:
+            self._data = None  # before the next is there
+            self._name, self._data = name, self.options.load(spec)
+        return self._data
 
 
 def prepare(specs: Sequence[Spec], out: Path, tensorboard: bool) -> None:
@@ -112,15 +131,19 @@ def attempt(
         if result := folder.read("result.json"):
             folder.tidy()
             return Outcome(spec, result["status"], is_new=False)
-        status = training.train(
-            spec,
-            folder,
-            load(),
-            ranks,
-            watch,
-            checkpoint_seconds=options.checkpoint_seconds,
-            tensorboard=options.tensorboard,
-        )
+        data = load()
+        # Several processes have been given their threads by whoever started them.
+        count = torch.get_num_threads() if ranks.world > 1 else threads.choose(spec, folder, data, options.threads)
+        with threads.using(count):
+            status = training.train(
+                spec,
+                folder,
+                data,
+                ranks,
+                watch,
+                checkpoint_seconds=options.checkpoint_seconds,
+                tensorboard=options.tensorboard,
+            )
         return Outcome(spec, status)
     except Interrupted:
         raise
@@ -133,13 +156,15 @@ def attempt(
         return Outcome(spec, "failed", message)
 
 
-def estimate(specs: Sequence[Spec], out: Path, data_folder: Path | None = None) -> float:
-    """Seconds that runs will take on this machine, one after the other: from a few steps of each network."""
+def estimate(specs: Sequence[Spec], out: Path, options: Options) -> float:
+    """Estimate the seconds that runs will take on this machine, one after the other, from a few steps of each."""
     seconds: dict[tuple[str, str], float] = {}
     total = 0.0
     for spec in specs:
         key = spec.dataset, spec.model
         if key not in seconds:
-            seconds[key] = training.epoch_seconds(spec, data.load(spec.dataset, data_folder, spec.data_options))
+            data = options.load(spec)
+            with threads.using(threads.choose(spec, folder_of(spec, out), data, options.threads)):
+                seconds[key] = training.epoch_seconds(spec, data)
         total += seconds[key] * max(0.0, spec.epochs * spec.length - len(folder_of(spec, out).metrics()))
     return total
