@@ -82,7 +82,7 @@ def test_reproduce_trains_all_prints_a_table_and_writes_the_results(protocol: Pa
     before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
     again = adabayes("reproduce", "--protocol", protocol, "--out", out)
     assert again.stdout == done.stdout
-    assert again.stderr.count("was there already") == 4
+    assert again.stderr.count("was done already") == 4
     assert {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")} == before
 
 
@@ -145,7 +145,7 @@ def test_dry_run_lists_and_estimates_and_leaves_nothing(protocol: Path, tmp_path
     done = adabayes("reproduce", "--protocol", protocol, "--out", tmp_path / "out", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "digits resnet8 adabayes seed 1: missing; 1 epochs; lr 0.001, lr_sgd 0.1" in done.stdout
-    assert "4 runs, of which 4 are to be done" in done.stdout
+    assert "4 runs, 4 of them still to do" in done.stdout
     assert "seconds on this machine" in done.stdout
     assert not (tmp_path / "out").exists()
 
@@ -154,8 +154,8 @@ def test_dry_run_lists_and_estimates_and_leaves_nothing(protocol: Path, tmp_path
 def test_dry_run_lists_what_cannot_be_run_here(protocol: Path, tmp_path: Path, options: list[str]) -> None:
     done = adabayes("reproduce", "--protocol", protocol, "--data", tmp_path, "--dry-run", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "are to be done" in done.stdout
-    assert "how long that takes cannot be measured here: " in done.stdout
+    assert "of them still to do" in done.stdout
+    assert "their time cannot be estimated here: " in done.stdout
 
 
 def test_dry_run_measures_any_optimizer(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_folders_of_runs_are_merged_by_copying(tmp_path: Path) -> None:
     listed = adabayes("runs", tmp_path / "0").stdout
     assert "2 done" in listed
     done = adabayes("reproduce", "--optimizers", "sgd", "--seeds", "2", "--epochs", "1", "--out", tmp_path / "0")
-    assert done.stderr.count("was there already") == 2
+    assert done.stderr.count("was done already") == 2
 
 
 @pytest.mark.parametrize(

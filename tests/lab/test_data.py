@@ -618,10 +618,10 @@ def test_no_network_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = listed("--data", str(tmp_path))
     assert "digits embedded" in found
-    assert "cifar10 not there" in found
+    assert "cifar10 missing" in found
     with pytest.raises(SystemExit, match="1"):
         cli.main(["data", "fetch", "imagenet"])
-    assert "'imagenet' is not a data set that comes in files; there are cifar10" in capsys.readouterr().err
+    assert "'imagenet' is not a data set with files; there are cifar10" in capsys.readouterr().err
     done = adabayes("data", "verify", "cifar10", "--data", tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("adabayes: cifar10: no data_batch_1 in")

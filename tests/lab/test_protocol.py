@@ -158,8 +158,8 @@ def test_a_file_can_extend_a_protocol_and_name_any_optimizer(tmp_path: Path) -> 
         ("extends = 'quick'\nbatch_size = 1.5", "batch_size is 1.5"),
         ("extends = 'quick'\ndatasets = ['imagenet']", "unknown data set 'imagenet'; there are digits"),
         ("extends = 'quick'\ndatasets = 'digits'", "must be a list"),
-        ("extends = 'quick'\ndatasets = ['digits', 'digits']", "'digits' is twice among the datasets"),
-        ("extends = 'quick'\nseeds = [0, 0]", "0 is twice among the seeds"),
+        ("extends = 'quick'\ndatasets = ['digits', 'digits']", "'digits' occurs twice in datasets"),
+        ("extends = 'quick'\nseeds = [0, 0]", "0 occurs twice in seeds"),
         ("extends = 'quick'\nseeds = 1.5", "seeds is 1.5; it must be a number of seeds"),
         ("extends = 'quick'\nseeds = 'abc'", "seeds is 'abc'"),
         ("extends = 'quick'\nseeds = [-1]", "seeds is .-1.; it must be a number of seeds, at most 10000, or a list"),
@@ -260,7 +260,7 @@ def test_an_optimizer_may_have_a_schedule_of_its_own(tmp_path: Path) -> None:
         ("torch.optim.SGD", {"lr": -1}, "torch.optim.SGD with .*: Invalid learning rate: -1"),
         ("torch.optim.SGD", {"lr": "x"}, "torch.optim.SGD with "),
         ("torch.optim.lr_scheduler.LRScheduler", {}, "must be a class that is derived from torch.optim.Optimizer"),
-        ("os.system", {"command": "true"}, "os.system is no optimizer"),
+        ("os.system", {"command": "true"}, "os.system is not an optimizer"),
         ("..x", {}, "cannot import ..x: TypeError"),
     ],
 )
@@ -298,7 +298,7 @@ def test_what_is_no_optimizer_is_never_called_and_nothing_is_written(
         f"cmd = 'touch {tmp_path / 'called'}'\nsearch = {{ lr = [0.1, 1.0] }}\n"
     )
     assert run(*command, "--protocol", path) == 1
-    assert "pydoc.pipepager is no optimizer" in capsys.readouterr().err
+    assert "pydoc.pipepager is not an optimizer" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -398,7 +398,7 @@ def test_presets_that_would_be_the_same_file_are_refused(tmp_path: Path) -> None
     for names in (["Mine", "mine"], ["\u00e9", "e\u0301"], ["ALL"], ["train"]):
         presets = {name: {"label": name, "optimizers": ["sgd"]} for name in names}
         path.write_text(tomli_w.dumps({"extends": "quick", "presets": presets}), encoding="utf-8")
-        with pytest.raises(ProtocolError, match="is there already"):
+        with pytest.raises(ProtocolError, match="exists already"):
             protocol.load(path)
 
 

@@ -226,7 +226,7 @@ def test_a_suite_from_beginning_to_end_and_again(tmp_path: Path, capsys: pytest.
     for run in found.finals:
         assert run.curve[-1][0] == round(6 * run.length)
     main([*asked, "--out", str(out)])
-    assert capsys.readouterr().err.count("was there already") == 3 * (2 + 2)
+    assert capsys.readouterr().err.count("was done already") == 3 * (2 + 2)
     assert Record.read(out / "digits.json") == found
 
     elsewhere = tmp_path / "elsewhere"  # a record is enough to go on from
