@@ -72,7 +72,7 @@ def test_results_are_those_of_the_local_executor_though_a_node_dies(
     output, errors = process.communicate()
     assert process.returncode == 0, errors
     assert metrics(tmp_path) == local
-    assert "its worker or node died; it goes on from its last checkpoint" in errors
+    assert "its worker or node died; it resumes from its last checkpoint" in errors
     assert "AdaBayes" in output
     cluster.remove_node(doomed)
 
