@@ -238,7 +238,7 @@ def test_curves_are_those_of_runs_that_are_done(generated: tuple[Protocol, list[
     rows = [folder_of(spec, tmp_path).metrics()[199]["test_error"] for spec in sgd[2:]]
     assert curves["sgd"]["test_error"]["mean"][199] == pytest.approx(sum(rows) / 3, rel=1e-4)
     assert len(curves["adam"]["test_loss"]["mean"]) == 1
-    (broken_off,) = (problem["runs"] for problem in held["problems"] if problem["text"].endswith("not complete"))
+    (broken_off,) = (problem["runs"] for problem in held["problems"] if problem["text"].endswith("not finished"))
     assert "cifar10 resnet34 SGD, seed 0" in broken_off
     report.write(held, tmp_path)
 

@@ -1,4 +1,4 @@
-"""What came out: a row for each run, means over seeds, and a table in the form of the paper's."""
+"""Results: a row for each run, means and differences over seeds, and tables in the form of the paper's."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ SHOWN = ("best_test_error", "best_test_loss", "final_test_error", "final_test_lo
 
 @dataclass(frozen=True)
 class Row:
-    """A run.
+    """The results of a run.
 
-    Errors are those of its task, most often in percent. The best are over epochs, error and loss apart. None is a
-    figure that is not there.
+    Errors are those of its task, usually in percent. The best ones are over epochs, separately for error and loss. None
+    stands for a missing figure.
     """
 
     dataset: str
@@ -46,7 +46,7 @@ class Row:
     optimizer: str
     seed: int
     status: str
-    epochs: int  # that are complete
+    epochs: int  # completed
     best_test_error: float | None = None
     best_test_loss: float | None = None
     final_test_error: float | None = None
@@ -58,13 +58,13 @@ class Row:
     seconds: float = 0.0  # of training
     test_seconds: float = 0.0
     milliseconds_per_step: float | None = None
-    state_bytes: float | None = None  # of the optimizer, a weight
+    state_bytes: float | None = None  # of the optimizer, per weight
     folder: str = ""
     error: str | None = None
 
 
 def collect(specs: Sequence[Spec], out: Path) -> list[Row]:
-    """The rows of runs, from their folders."""
+    """Read the rows of runs from their folders."""
     return [_row(spec, folder_of(spec, out)) for spec in specs]
 
 
@@ -89,7 +89,7 @@ def _row(spec: Spec, folder: RunFolder) -> Row:
         **figures,
         seconds=seconds,
         test_seconds=sum(row["test_seconds"] for row in metrics),
-        milliseconds_per_step=1e3 * statistics.median(per_step) if per_step else None,  # others may have slowed some
+        milliseconds_per_step=1e3 * statistics.median(per_step) if per_step else None,  # some epochs may be slow
         state_bytes=metrics[-1]["state_bytes"] if metrics else None,
         folder=spec.folder,
         error=failed["error"] if failed and status == "failed" else None,
@@ -98,10 +98,10 @@ def _row(spec: Spec, folder: RunFolder) -> Row:
 
 @dataclass(frozen=True)
 class Mean:
-    """Over the seeds of those runs that are done, with its standard error."""
+    """A mean over the seeds of finished runs, with its standard error."""
 
     mean: float
-    error: float | None  # None of a single one
+    error: float | None  # None with one seed
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Mean | None:
@@ -116,12 +116,12 @@ class Mean:
 
 @dataclass(frozen=True)
 class Summary:
-    """An optimizer on a data set and a model, over seeds."""
+    """The results of an optimizer on a data set and a model, over seeds."""
 
     dataset: str
     model: str
     optimizer: str
-    runs: dict[str, int]  # how many are in which status
+    runs: dict[str, int]  # their number by status
     best_test_error: Mean | None
     best_test_loss: Mean | None
     final_test_error: Mean | None
@@ -247,7 +247,7 @@ def loss_digits(summaries: Sequence[Summary]) -> int:
 
 
 def write(protocol: Protocol, rows: Sequence[Row], others: Sequence[Row], out: Path, command: str) -> None:
-    """``results.csv``, a row for each run, these and others of the folder; ``results.json``, with means of these."""
+    """Write ``results.csv``, a row for each run of the folder, and ``results.json``, with the means of ``rows``."""
     of_all = [asdict(row) for row in [*rows, *others]]
     text = io.StringIO()
     writer = csv.DictWriter(text, [f.name for f in fields(Row)], lineterminator="\n")
@@ -265,18 +265,17 @@ def write(protocol: Protocol, rows: Sequence[Row], others: Sequence[Row], out: P
 
 
 def _cell(value: Any) -> Any:
-    """Put an apostrophe before a text that a spreadsheet would take for a formula, and run."""
+    """Put an apostrophe before a text that a spreadsheet would run as a formula."""
     if not isinstance(value, str):
         return value
-    text = value.replace("\r\n", "\n").replace("\r", "\n")  # which, unlike the other two, the csv module always quotes
+    text = value.replace("\r\n", "\n").replace("\r", "\n")  # the csv module always quotes \n
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 
 def read(out: Path, specs: Sequence[Spec]) -> tuple[Protocol, list[Spec], str, list[Spec]]:
-    """What there is to compare among the runs of a folder, by which command it was made, and what had to be left out.
+    """Return the protocol, the runs to compare, the command that made them, and runs that cannot be compared.
 
-    The protocol is that of the last command, if one has left its results; where runs were copied together, it is
-    worked out from them.
+    The protocol is that of the last command that wrote results. If runs were copied together, it is derived from them.
     """
     protocol, compared, command = _written(out) or (None, set(), shlex.join(["adabayes", "report", str(out)]))
     kept = _comparable(specs, compared)
@@ -302,7 +301,7 @@ def _written(out: Path) -> tuple[Protocol, set[str], str] | None:
     if content is None:
         return None
     protocol = Protocol.restored(content["protocol"])
-    if "presets" not in content["protocol"]:  # of a version in which the report had them, and the colours
+    if "presets" not in content["protocol"]:  # of a version whose protocols had no presets and colours
         styled = {name: _styled(optimizer) for name, optimizer in protocol.optimizers.items()}
         protocol = replace(protocol, optimizers=styled, presets=_usual().presets)
     return protocol, set(content["compared"]), content["command"]
@@ -310,7 +309,7 @@ def _written(out: Path) -> tuple[Protocol, set[str], str] | None:
 
 @cache
 def _usual() -> Protocol:
-    """A protocol to take colours and presets from where no other is known."""
+    """Return a protocol to take colours and presets from if no other is known."""
     return protocols.load("quick")
 
 
@@ -320,10 +319,10 @@ def _styled(optimizer: OptimizerSpec) -> OptimizerSpec:
 
 
 def _comparable(specs: Sequence[Spec], compared: set[str]) -> list[Spec]:
-    """Those that differ in seed alone from one another, for each panel and optimizer; and the same task for a panel.
+    """Choose runs that can be compared: in a panel the same task, and for an optimizer only the seed differs.
 
-    Where there are several to choose from, that which was compared before, or has most runs. Schedules are the same
-    too, but for optimizers that have no run under that of the others, or were compared with one of their own.
+    If there is a choice, take the runs that were compared before, or the largest group. Schedules are also the same,
+    except for optimizers that have no run with the others' schedule, or were compared with their own.
     """
 
     def grouped(members: Sequence[Spec], key: Callable[[Spec], Any]) -> list[list[Spec]]:

@@ -1,4 +1,4 @@
-"""The suite as a page, and as tables for a terminal."""
+"""The page of the suite, and its tables for a terminal."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from adabayes.lab.suite import Final, Record
 
 __all__ = ["content", "tables", "write"]
 
-OURS = "adabayes"  # names of ours begin so
+OURS = "adabayes"  # our optimizers' names begin with it
 _CLOCKS = ("steps", "seconds")
 
 
 def write(records: Sequence[Record], out: Path) -> Path:
-    """Write ``index.html`` to ``out``; where it is."""
+    """Write ``index.html`` to ``out`` and return its path."""
     return page.write("suite", "AdaBayes: the evidence", content(records), out / "index.html")
 
 
 def content(records: Sequence[Record]) -> dict[str, Any]:
-    """All that the page shows, as plain data."""
+    """Return all that the page shows, as plain data."""
     compared = {(c.workload, c.optimizer): c for c in suite.comparisons(records)}
     profiles = {clock: suite.profile(records, clock) for clock in _CLOCKS}
     factors = [factor for of in profiles.values() for points in of.values() for factor, _ in points]
@@ -86,7 +86,7 @@ def _mean_share(records: Sequence[Record], name: str, clock: str) -> float | Non
 
 
 def _problems(records: Sequence[Record]) -> list[str]:
-    """What is missing, and what diverged with the settings that won."""
+    """Return which runs are missing, and which diverged with the settings that won."""
     found = []
     for record in records:
         statuses = [trial.status for trial in record.trials] + [run.status for run in record.finals]
@@ -125,7 +125,7 @@ def _workload(record: Record, compared: dict[tuple[str, str], suite.Comparison])
         "reached": {name: vars(r) for name in record.labels if (r := suite.reached(record, name))},
         "ends": {name: _end(record, name, compared.get((record.name, name))) for name in record.labels},
         "curves": curves,
-        # What is far above says nothing about where it ends.
+        # Losses far above the end are cut off.
         "range": [
             math.log10(max(lowest, 1e-12)) - 0.03,
             math.log10(max(highest, lowest, 1e-12)) + 0.03,
@@ -135,7 +135,7 @@ def _workload(record: Record, compared: dict[tuple[str, str], suite.Comparison])
 
 
 def _curve(runs: Sequence[Final], step_seconds: float | None) -> dict[str, list[float]]:
-    """Means over seeds, test by test."""
+    """Return means over seeds, for each test."""
     length = min(len(run.curve) for run in runs)
     points = [[run.curve[i] for run in runs] for i in range(length)]
     steps = [float(at[0][0]) for at in points]
@@ -170,7 +170,7 @@ def _band(record: Record, name: str) -> dict[str, float] | None:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Steps and seconds to AdamW's loss, for a terminal."""
+    """Make tables of steps and seconds to AdamW's loss for a terminal."""
     return [_table(records, clock) for clock in _CLOCKS]
 
 

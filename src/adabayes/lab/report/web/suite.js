@@ -1,4 +1,4 @@
-// Draws the suite's page from the JSON in it. Everything that can be worked out beforehand was, in suite_page.py.
+// Draws the suite's page from the JSON in it, which suite_page.py has computed.
 const state = { clock: "steps", x: "steps", end: "loss", shown: new Set(data.optimizers.map((o) => o.name)) };
 const colour = (o) => (dark.matches ? o.dark : o.light);
 const short = (value, digits) => (value === null || value === undefined ? "-" : value.toFixed(digits));
@@ -65,7 +65,7 @@ function drawEnds() {
   table("ends", data.workloads.map((w) => w.name + (state.end === "error" ? ` (${w.error})` : "")), rows, true);
   get("end-note").textContent = state.end === "difference"
     ? `Paired over seeds, in test loss, with a 95 % interval; below zero is better. "Better" and "worse": ${data.test}`
-    : `Mean over seeds with a 95 % interval, on the test set, at the end. Bold: the best.`;
+    : `Mean over seeds with a 95 % interval, on the test set, at the end of training. Bold: the best.`;
 }
 
 function drawCurves() {
