@@ -365,9 +365,7 @@ def kalman() -> Topic:
     # The model: the optimum drifts, and each gradient is taken at the mean believed before it.
     truth = math.sqrt(sigma2) * random.standard_normal(paths)
     mean, variance = np.zeros(paths), sigma2
-    history: list[
-        tuple[float, float, float, float]
-    ] = []  # of the first path: truth, gradient at zero, mean, variance
+    history: list[tuple[float, float, float, float]] = []  # of the first path: truth, gradient at zero, mean, variance
     squared = np.zeros((steps, 3))  # error, variance, gradient, each squared, over paths
     priors = np.zeros(steps)
     for t in range(steps):
