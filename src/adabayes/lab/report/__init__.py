@@ -209,7 +209,7 @@ def _rates(
 
 
 def _thinned(epochs: list[dict[str, Any]], most: int = 12) -> list[dict[str, Any]]:
-    """Choose epochs for a slider: all of a short run, else some: the first, the last, the last before a drop, others."""
+    """Choose epochs for a slider: all of a short run, else some; always the first, the last, the last before a drop."""
     last = len(epochs) - 1
     if last < 2 * most:
         return epochs
