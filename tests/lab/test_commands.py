@@ -86,7 +86,7 @@ def test_reproduce_trains_all_prints_a_table_and_writes_the_results(protocol: Pa
     assert {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")} == before
 
 
-def test_one_failed_run_is_told_and_does_not_stop_the_others(protocol: Path, tmp_path: Path) -> None:
+def test_a_failed_run_is_reported_and_does_not_stop_the_others(protocol: Path, tmp_path: Path) -> None:
     protocol.write_text(
         PROTOCOL.replace('"sgd"', '"sparse"')
         + "[optimizers.sparse]\nlabel = 'Sparse'\nclass = 'torch.optim.SparseAdam'\n"
@@ -115,7 +115,7 @@ def test_a_run_that_diverges_is_shown_as_such_and_is_no_failure(protocol: Path, 
 
 
 def test_processes_live_on_from_run_to_run(protocol: Path, tmp_path: Path) -> None:
-    """So the data are loaded once by each, and not once for each run."""
+    """So each process loads the data once, and not once for each run."""
     done = adabayes("reproduce", "--protocol", protocol, "--jobs", "2", "--seeds", "3", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     starts = [json.loads(path.read_text()) for path in tmp_path.glob("out/runs/*/environment.json")]
@@ -124,7 +124,7 @@ def test_processes_live_on_from_run_to_run(protocol: Path, tmp_path: Path) -> No
 
 
 def test_a_killed_process_fails_its_run_alone(tmp_path: Path) -> None:
-    """With --jobs, runs have processes; the system may kill one, for want of memory. The next run gets another."""
+    """The system may kill a process when memory is short. The next run gets another one."""
     command = ("reproduce", "--optimizers", "sgd,adamw,adam", "--seeds", "1", "--epochs", "6", "--jobs", "2")
     process = start(*command, "--out", tmp_path)
     victim = None
@@ -261,7 +261,7 @@ REFUSED = ("c[/]", "two\nlines", "esc\x1b[2Jape")  # which none of our files can
 
 
 def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And no character of theirs is one that a terminal obeys."""
+    """And none of their characters controls the terminal."""
     specs = [replace(spec_of("sgd"), optimizer=name) for name in HOSTILE]
     others = [replace(spec_of("sgd"), optimizer=name) for name in REFUSED]
     (tmp_path / "sweep.json").write_text(json.dumps([asdict(spec) for spec in specs]))
@@ -369,7 +369,7 @@ def test_tables_fit_a_terminal_of_80_columns(
 
 @pytest.mark.usefixtures("signals")
 def test_train_has_a_folder_of_its_own(protocol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a comparison in out/PROTOCOL is not taken for that one run."""
+    """So that a single run is not taken for the comparison in out/PROTOCOL."""
     monkeypatch.chdir(tmp_path)
     cli.main(["train", "--protocol", str(protocol), "--optimizer", "sgd"])
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine-train"]

@@ -1,4 +1,4 @@
-"""Data: read without being trusted, and augmented as image by image."""
+"""Data: files are not trusted, and batches equal those that are augmented image by image."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_nothing_that_a_pickle_asks_for_is_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x02}", pickle.dumps({b"data": [1, 2]}), pickle.dumps([1])])
-def test_what_is_no_cifar_file_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_cifars_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "train"
     path.write_bytes(content)
     with pytest.raises(DataError, match="train cannot be read as a file of CIFAR"):
@@ -99,7 +99,7 @@ def test_what_is_no_cifar_file_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 def forged(dtype: str = "u1", state: Any = DTYPE_STATE, shape: Any = (2, 3072), labels: Any = (1, 2)) -> bytes:
-    """A pickle of two images that tells numpy something else of its array."""
+    """Return a pickle of two images with false statements about its array."""
 
     def code(value: object) -> bytes:
         return pickle.dumps(value, protocol=2)[2:-1]
@@ -198,7 +198,7 @@ def test_idx_files_are_read_zipped_or_not(tmp_path: Path) -> None:
         (b"", "is not an IDX file"),
     ],
 )
-def test_what_is_no_idx_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_not_idx_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "labels"
     path.write_bytes(content)
     with pytest.raises(DataError, match=f"labels {message}.*adabayes data fetch"):
@@ -283,7 +283,7 @@ def test_images_without_their_labels_are_refused(tmp_path: Path, monkeypatch: py
     "content",
     [b"", b"1,2\n", b"1,2,3\n" * 3, b"1,2,x\n", b"1,2,17\n", b"1,2,-1\n", b"1,2,1e1\n", b"1,,2\n", b"1" * 4000],
 )
-def test_what_is_no_table_of_small_numbers_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_table_of_small_numbers_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "digits.csv.gz"
     path.write_bytes(gzip.compress(b"1,2,3\r\n4,5,16"))
     np.testing.assert_array_equal(formats.read_csv(path, (2, 3), highest=16), [[1, 2, 3], [4, 5, 16]])
@@ -342,7 +342,7 @@ def server() -> Iterator[_Server]:
 
 @pytest.fixture
 def remote(server: _Server, cifar10: Path, monkeypatch: pytest.MonkeyPatch) -> _Server:
-    """The small CIFAR-10 as a tar on a server, with a file in it that nobody asked for."""
+    """Serve the small CIFAR-10 as a tar, which also has a file that does not belong to it."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
         tar.add(cifar10 / "cifar-10-batches-py", "cifar-10-batches-py")
@@ -359,7 +359,7 @@ def remote(server: _Server, cifar10: Path, monkeypatch: pytest.MonkeyPatch) -> _
     return server
 
 
-def test_a_download_that_breaks_off_goes_on_where_it_was(remote: _Server, tmp_path: Path) -> None:
+def test_a_download_that_breaks_off_is_resumed(remote: _Server, tmp_path: Path) -> None:
     target = tmp_path / "fetched"
     seen: list[tuple[str, int, int | None]] = []
     remote.breaks_after = 1000
@@ -394,7 +394,7 @@ def test_a_part_that_is_whole_needs_no_more(remote: _Server, tmp_path: Path) -> 
     assert remote.ranges == []
 
 
-def test_a_part_that_is_too_long_is_begun_anew(remote: _Server, tmp_path: Path) -> None:
+def test_a_part_that_is_too_long_is_downloaded_again(remote: _Server, tmp_path: Path) -> None:
     target = tmp_path / "fetched"
     target.mkdir()
     (target / "cifar-10-python.tar.gz.part").write_bytes(remote.content + b"x")
@@ -458,7 +458,7 @@ MISBEHAVIOURS: dict[str, tuple[bytes, str]] = {
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 @pytest.mark.parametrize("kept", [0, 1000])
 @pytest.mark.parametrize("kind", MISBEHAVIOURS)
-def test_whatever_a_server_answers_what_came_is_kept_and_the_next_try_goes_on(
+def test_whatever_a_server_answers_the_bytes_received_are_kept_and_the_next_try_resumes(
     kind: str, kept: int, remote: _Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw, message = MISBEHAVIOURS[kind]
@@ -500,7 +500,7 @@ def test_whatever_a_server_answers_what_came_is_kept_and_the_next_try_goes_on(
 
 
 def test_a_server_that_sends_all_or_too_much_does_no_harm(remote: _Server, tmp_path: Path) -> None:
-    """It knows no ranges, has no length, and goes on after the end."""
+    """It ignores ranges, states no length, and continues after the end."""
     remote.raw = OK + b"\r\n" + remote.content + b"x" * 5_000_000
     for kept in (0, 1000):
         target = tmp_path / f"kept-{kept}"
@@ -526,14 +526,14 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def listed(*arguments: str) -> str:
-    """What ``adabayes data list`` prints."""
+    """Return the output of ``adabayes data list``."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         cli.main(["data", "list", *arguments])
     return " ".join(printed.getvalue().split())
 
 
 @pytest.mark.usefixtures("homeless")
-def test_without_a_home_folder_one_is_told_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_folder_the_error_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for act in (data.load, download.find, download.fetch):
         with pytest.raises(DataError, match=r"no home folder.*ADABAYES_DATA.*--data DIR"):
             act("cifar10")

@@ -1,4 +1,4 @@
-"""The records in evidence/: whole, of the present protocols, and what one gets when one runs them again."""
+"""The records in evidence/: they are complete, belong to the present protocols, and can be reproduced."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_demo_has_the_settings_that_won() -> None:
 
 
 def test_a_run_gives_the_recorded_figures_again(tmp_path: Path) -> None:
-    """Its first test to a thousandth. Other processors round differently, which grows; so the end is less exact."""
+    """The first test agrees to a thousandth. Processors round differently, which grows, so the end agrees less."""
     (record,) = (r for r in RECORDS if r.name == "digits")
     (recorded,) = (run for run in record.runs("sgd") if run.seed == 0)
     found = replace(protocol.load("suite/digits"), seeds=(0,))

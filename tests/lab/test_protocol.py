@@ -1,4 +1,4 @@
-"""Protocols: the paper's is the paper's, and a user's own is read as they would expect."""
+"""Protocols: the paper's has the paper's settings, and a user's own is read as expected."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_cosine_can_end_above_zero() -> None:
 
 
 def test_nanogpts_recipe_has_its_steps_schedule_and_published_loss() -> None:
-    """2000 steps of 12 windows: 15,684 windows are 1307 steps an epoch."""
+    """It has 2000 steps of 12 windows: 15,684 windows are 1307 steps per epoch."""
     anchor = protocol.load("anchors/nanogpt-cpu")
     (dataset,), (model,) = anchor.datasets, anchor.models
     assert anchor.published == {dataset: {model: {"adamw": [None, 1.88]}}}
@@ -271,7 +271,7 @@ def test_what_is_wrong_with_an_optimizer_is_named(path: str, settings: dict[str,
 
 
 def run(*arguments: str | Path) -> int | str | None:
-    """A command in this process; its exit code."""
+    """Run a command in this process, and return its exit code."""
     with pytest.raises(SystemExit) as ended:
         main([str(argument) for argument in arguments])
     return ended.value.code
@@ -288,7 +288,7 @@ def run(*arguments: str | Path) -> int | str | None:
     ],
     ids=" ".join,
 )
-def test_what_is_no_optimizer_is_never_called_and_nothing_is_written(
+def test_a_class_that_is_not_an_optimizer_is_never_called_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -320,7 +320,9 @@ def test_a_seed_that_could_not_be_read_again_is_refused() -> None:
     optimizers.check([spec_of(seed=-1)])
 
 
-def test_a_misspelt_setting_is_told_once_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_setting_is_reported_once_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("train", "--optimizer", "sgd", "--set", "lrr=1", "--out", tmp_path / "out") == 1
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
@@ -386,7 +388,7 @@ def test_ordinary_names_are_names_of_folders_as_they_are(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("stem", [".", "..", "x ", "con", "a:b", "x" * 101])
-def test_the_name_of_a_protocol_is_checked_for_it_becomes_a_folder(tmp_path: Path, stem: str) -> None:
+def test_the_name_of_a_protocol_is_checked_because_it_becomes_a_folder(tmp_path: Path, stem: str) -> None:
     path = tmp_path / f"{stem}.toml"
     path.write_text("extends = 'quick'")
     with pytest.raises(ProtocolError, match="the name of the file"):

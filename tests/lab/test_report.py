@@ -87,7 +87,7 @@ def rows_of(losses: dict[str, list[float | None]]) -> list[results.Row]:
 
 
 def test_differences_are_paired_over_the_seeds_that_both_have() -> None:
-    """Each seed moves both by a unit, so the means overlap and the differences do not."""
+    """Each seed shifts both by a unit, so the means overlap, but the differences do not contain zero."""
     ours, adamw = [0.8, 1.9, 2.7, 9.0], [1.0, 2.0, 3.0]
     found = {s.optimizer: s for s in results.summarise(rows_of({"sgd": [*ours], "adamw": [*adamw, None]}))}
     expected = stats.ttest_rel(ours[:3], adamw)
@@ -209,7 +209,7 @@ def test_the_papers_experiment_makes_a_page_of_six_megabytes_at_most(
 
 
 def status(out: Path, spec: Spec, status: str, epochs: int) -> None:
-    """Make a run of the generated ones look as if it had ended otherwise."""
+    """Make a generated run look as if it had ended differently."""
     folder = folder_of(spec, out)
     rows = (folder.path / "metrics.jsonl").read_text().splitlines()[:epochs]
     (folder.path / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
@@ -282,7 +282,7 @@ def test_a_report_takes_all_runs_of_a_folder_that_can_be_compared(
     "schedule", ["kind = 'step'\nat = [0.5]\nfactor = 0.0", "kind = 'cosine'\nwarmup = 0.5"], ids=["zero", "warmup"]
 )
 def test_odd_runs_have_a_page_too(tmp_path: Path, browser: Browser, schedule: str) -> None:
-    """One step an epoch, a learning rate of zero, optimizers that nobody knows, and names for no markup."""
+    """Test one step per epoch, a learning rate of zero, unknown optimizers, and names that look like markup."""
     path = tmp_path / "odd.toml"
     path.write_text(
         "extends = 'quick'\nseeds = 1\nepochs = 2\nbatch_size = 2000\nmodel_options = { width = 4 }\n"
@@ -448,7 +448,7 @@ def luminance(colour: list[int]) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_schedules_are_compared_alike_but_for_optimizers_that_have_their_own() -> None:
+def test_schedules_are_the_same_except_for_optimizers_that_have_their_own() -> None:
     quick = protocol.load("quick").narrowed(optimizers=["sgd", "adamw", "adam"], seeds=3)
     step, cosine = quick.schedule, {"kind": "cosine", "warmup": 0.1}
 

@@ -32,7 +32,7 @@ def final(optimizer: str, seed: int, curve: list[tuple[int, float]], test_loss: 
 
 
 def record(name: str = "one", slow: float = 1.0) -> Record:
-    """AdamW ends at 2, "fast" at 1.5, and with half of the steps at 2; with 0.4 of them it does not get there."""
+    """Make a record: AdamW ends at 2, "fast" at 1.5, at 2 with half of the steps, and above with 0.4 of them."""
     runs = []
     for seed in range(3):
         runs.append(final("adamw", seed, [(50, 3.0), (100, 2.0 + 0.1 * (seed - 1))], 2.0 + 0.1 * seed))
@@ -114,7 +114,7 @@ def test_time_to_target_is_that_of_the_shortest_schedule_that_ends_there() -> No
 
 
 def test_schedules_are_shortened_by_halving_what_is_open() -> None:
-    """By hand: whole, then the middle of 0.2 to 0.8; then above where it fails, below where it does not."""
+    """Expected by hand: the whole, then the middle of 0.2 to 0.8, then above it if it fails, else below."""
     found = replace(workload().narrowed(optimizers=["adamw"]), seeds=(0, 1))
     target = [final("adamw", seed, [(10, 2.0)], 2.0) for seed in (0, 1)]
     empty = replace(record(), chosen={"adamw": {"lr": 1e-3}}, finals=target)
@@ -264,8 +264,8 @@ def test_a_suite_from_beginning_to_end_and_again(tmp_path: Path, capsys: pytest.
     assert (tmp_path / "again" / "index.html").read_text(encoding="utf-8") == page
 
 
-def test_a_record_keeps_what_is_not_asked_for_and_lacks_what_never_was(tmp_path: Path) -> None:
-    """A record of AdamW with three trials and seeds; then SGD is asked for, with two of each."""
+def test_a_record_keeps_runs_that_are_not_requested_and_has_no_others(tmp_path: Path) -> None:
+    """The record has three trials and seeds of AdamW; then SGD is requested, with two of each."""
     whole = workload().narrowed(optimizers=["sgd", "adamw"])
     asked = replace(whole.narrowed(optimizers=["sgd"]), seeds=(0, 1))
     adamw = replace(whole.narrowed(optimizers=["adamw"]), seeds=(0, 1, 2))
@@ -299,7 +299,7 @@ def test_bad_requests_are_explained(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "out").exists()
 
 
-def test_the_page_tells_what_the_records_hold(tmp_path: Path, browser: Browser) -> None:
+def test_the_page_shows_the_records(tmp_path: Path, browser: Browser) -> None:
     page = suite_page.write([record(), record("two", slow=4.0)], tmp_path)
     view = browser.new_page(viewport={"width": 1300, "height": 900})
     errors: list[str] = []
@@ -323,7 +323,7 @@ def test_the_page_tells_what_the_records_hold(tmp_path: Path, browser: Browser) 
     view.close()
 
 
-def test_a_comparison_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_a_comparison_is_summed_up_in_a_sentence(tmp_path: Path) -> None:
     chosen = replace(workload().narrowed(optimizers=["adamw", "adabayes-k"]), seeds=(0,), validation=0.0)
     specs = chosen.runs()
     assert suite.sentence(chosen, specs, tmp_path) is None  # nothing is done yet

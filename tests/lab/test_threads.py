@@ -1,4 +1,4 @@
-"""Threads of a run: one for a small network, and the same number when it goes on."""
+"""Threads of a run: one for a small network, and the same number when it is resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.lab.conftest import spec_of
 
 
 def test_operations_are_counted_on_one_batch() -> None:
-    """By hand: a multiplication and an addition for each weight and example, three times."""
+    """Expected by hand: a multiplication and an addition for each weight and example, three times."""
     spec = protocol.load("suite/pinn").runs()[0]
     weights = 2 * 64 + 3 * 64 * 64 + 64
     assert threads.operations(spec, data.load("poisson")) == 3 * 2 * weights * spec.batch_size
@@ -33,7 +33,7 @@ def test_a_small_network_gets_one_thread_and_a_large_one_those_of_the_process(di
 
 
 @pytest.mark.parametrize(("given", "then"), [(None, 1), (2, 2)])
-def test_a_run_goes_on_with_the_threads_that_it_had(digits: Data, tmp_path: Path, given: int | None, then: int) -> None:
+def test_a_run_resumes_with_the_threads_that_it_had(digits: Data, tmp_path: Path, given: int | None, then: int) -> None:
     spec, folder = spec_of("sgd", epochs=1), RunFolder(tmp_path)
     options = sweep.Options(threads=given)
     before = torch.get_num_threads()

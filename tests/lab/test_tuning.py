@@ -202,7 +202,7 @@ def test_the_protocols_that_come_with_the_package_can_be_tuned(name: str) -> Non
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A search of two trials."""
+    """Run a search of two trials."""
     out = tmp_path_factory.mktemp("finished")
     tune(short(), 2, out)
     return out
@@ -272,7 +272,7 @@ def test_wherever_a_journal_is_cut_its_whole_records_stay(finished: Path, tmp_pa
         '{"op_code":0}\n'.encode("utf-16"),
     ],
 )
-def test_what_is_no_journal_is_named_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_journal_is_named_and_not_changed(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tune.journal"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"tune.journal is not a journal that tune can continue .* move it away"):
