@@ -259,7 +259,7 @@ def test_an_optimizer_may_have_a_schedule_of_its_own(tmp_path: Path) -> None:
         ("torch.optim.SGD", {"lrr": 1}, r"lrr.*It takes lr, momentum.*Did you mean lr\?"),
         ("torch.optim.SGD", {"lr": -1}, "torch.optim.SGD with .*: Invalid learning rate: -1"),
         ("torch.optim.SGD", {"lr": "x"}, "torch.optim.SGD with "),
-        ("torch.optim.lr_scheduler.LRScheduler", {}, "must be a class that is derived from torch.optim.Optimizer"),
+        ("torch.optim.lr_scheduler.LRScheduler", {}, "must be a class derived from torch.optim.Optimizer"),
         ("os.system", {"command": "true"}, "os.system is not an optimizer"),
         ("..x", {}, "cannot import ..x: TypeError"),
     ],

@@ -265,9 +265,9 @@ def test_a_suite_from_beginning_to_end_and_again(tmp_path: Path, capsys: pytest.
 
 
 def test_a_record_keeps_runs_that_are_not_requested_and_has_no_others(tmp_path: Path) -> None:
-    """The record has three trials and seeds of AdamW; then SGD is requested, with two of each."""
+    """The record has three trials and seeds of AdamW; then SGD is requested, with two trials and other seeds."""
     whole = workload().narrowed(optimizers=["sgd", "adamw"])
-    asked = replace(whole.narrowed(optimizers=["sgd"]), seeds=(0, 1))
+    asked = replace(whole.narrowed(optimizers=["sgd"]), seeds=(0, 3))
     adamw = replace(whole.narrowed(optimizers=["adamw"]), seeds=(0, 1, 2))
     tried = [
         Trial(spec.identity, "adamw", spec.settings, "done", 1.0 + i) for i, spec in enumerate(suite.trials(adamw, 3))
