@@ -288,6 +288,7 @@ def test_a_record_keeps_runs_that_are_not_requested_and_has_no_others(tmp_path: 
 def test_bad_requests_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for asked, message in (
         (["--workload", "digit"], "unknown workload 'digit'; there are digits, .*Did you mean digits"),
+        (["--workload", "digit", "--time-steps"], "unknown workload 'digit'"),
         (["--budget", "0"], "--budget 0: there must be at least one trial"),
         (["--from", str(tmp_path)], "there are no records in"),
         (["--optimizers", "adamv"], "unknown optimizer 'adamv'.*Did you mean adamw"),

@@ -202,6 +202,8 @@ def tune(request: requests.Tune) -> None:
 def suite(request: requests.Suite) -> None:
     from adabayes.lab.report import suite_figure, suite_page
 
+    for name in request.workloads or ():
+        protocol.check_workload(name)
     outcomes: list[sweep.Outcome] = []
     if request.time_steps:
         _time_steps(request)
@@ -219,8 +221,6 @@ def suite(request: requests.Suite) -> None:
 
 def _suite(request: requests.Suite) -> tuple[list[suites.Record], list[sweep.Outcome]]:
     """Do the runs that are not done yet, workload by workload, and write a record of each workload."""
-    for name in request.workloads or ():
-        protocol.check_workload(name)
     chosen = [
         protocol.load(f"suite/{name}").narrowed(optimizers=request.optimizers, seeds=request.seeds)
         for name in request.workloads or protocol.WORKLOADS

@@ -21,6 +21,8 @@ from adabayes.lab.execute.sweep import Options
 
 __all__ = ["Worker", "Workers"]
 
+_PATIENCE = 10.0  # seconds for a process to end
+
 
 class Worker:
     """A process of :mod:`adabayes.lab.execute.worker`."""
@@ -60,7 +62,7 @@ class Worker:
                 return
 
     def death(self) -> tuple[str, str]:
-        """Wait for the end of the process; why it ended, and all that it wrote about that."""
+        """Wait for the end of the process, and return the reason and what it wrote to standard error."""
         code = self.process.wait()
         self._reader.join()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
@@ -68,14 +70,18 @@ class Worker:
         return f"its process {how}{said}", "".join(self._errors)
 
     def close(self) -> None:
-        """End a process that waits for a run: there is none."""
+        """End the process, by closing its input."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
-        self.process.wait()
+        try:
+            self.process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:  # a thread of an optimizer may keep it alive
+            self.process.kill()
         self._reader.join()
+        self.process.wait()
         self.process.stdout.close()
         self.process.stderr.close()
 
@@ -85,9 +91,9 @@ class Worker:
 
 
 class Workers:
-    """A pool of processes, which grows with what is asked at a time.
+    """A pool of processes, which grows when all of them are busy.
 
-    A context manager. Those that enter it within another only borrow it: the processes end with the outermost.
+    A context manager, which can be entered again within itself. The processes end when the outermost is left.
     """
 
     def __init__(self) -> None:
@@ -109,7 +115,7 @@ class Workers:
     def one(self) -> Iterator[Worker]:
         """Lend a process. One that has died, or is left in the middle of a run, is not lent again."""
         with self._lock:
-            worker = self._idle.pop() if self._idle else Worker()
+            worker = self._idle_one() or Worker()
             self._busy.add(worker)
         try:
             yield worker
@@ -121,6 +127,14 @@ class Workers:
             else:
                 worker.process.kill()
                 worker.close()
+
+    def _idle_one(self) -> Worker | None:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.process.poll() is None:
+                return worker
+            worker.close()  # it was killed meanwhile
+        return None
 
     def terminate(self) -> None:
         """Ask those that are busy to stop at the next step."""
