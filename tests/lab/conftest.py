@@ -47,7 +47,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def signals() -> Iterator[None]:
-    """Give signals back to pytest, which a command in this process has taken."""
+    """Restore pytest's signal handlers, which a command in this process replaces."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -59,7 +59,7 @@ def md5(path: Path) -> str:
 
 
 def write_cifar10(root: Path, pixels: np.ndarray, labels: np.ndarray) -> Source:
-    """Write images, rows of 3072 bytes, in the form of CIFAR-10: six files alike, the last to test on."""
+    """Write images, rows of 3072 bytes, in CIFAR-10's format: six equal files, of which the last is for testing."""
     source = download.SOURCES["cifar10"]
     folder = root / source.folder
     folder.mkdir()
@@ -69,13 +69,13 @@ def write_cifar10(root: Path, pixels: np.ndarray, labels: np.ndarray) -> Source:
 
 
 def spec_of(optimizer: str = "adabayes", **options: Any) -> Spec:
-    """A run of the quick protocol, made still shorter."""
+    """Return a run of the quick protocol, made even shorter."""
     quick = protocol.load("quick").narrowed(optimizers=[optimizer], seeds=1, epochs=2)
     return replace(quick.runs()[0], **{"model_options": {"width": 4}, "batch_size": 128, **options})
 
 
 def adabayes(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The command line, as a user runs it."""
+    """Run the command line as a user would."""
     command = [sys.executable, "-m", "adabayes", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
@@ -96,5 +96,5 @@ def start_and_wait(out: Path, *arguments: str | Path) -> subprocess.Popen[str]:
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics without what depends on the clock."""
+    """Return metrics without those that depend on the clock."""
     return [{key: value for key, value in row.items() if not key.endswith("seconds")} for row in rows]

@@ -44,7 +44,7 @@ model_options = { width = 4 }
 
 
 class Faults:
-    """Counts the file operations below a folder, and lets the one with number ``at`` go wrong."""
+    """Counts the file operations in a folder, and lets the one with number ``at`` fail."""
 
     def __init__(self, folder: Path, kind: str = "", at: int = 0) -> None:
         self.folder, self.kind, self.at = str(folder), kind, at
@@ -52,7 +52,7 @@ class Faults:
         self.descriptors: set[int] = set()
 
     def install(self) -> None:
-        """Patch what the lab, filelock and Optuna write files with."""
+        """Patch the functions with which the lab, filelock and Optuna write files."""
         for name in ("mkdir", "replace", "rename", "symlink", "unlink", "remove"):
             self._patch(os, name, self._on_path)
         self._patch(builtins, "open", self._on_builtin_open)
@@ -102,7 +102,7 @@ class Faults:
         return isinstance(path, str | os.PathLike) and os.fspath(path).startswith(self.folder)
 
     def _meet(self, what: Any, halfway: Callable[[], Any] = lambda: None, takes_room: bool = True) -> None:
-        """Count an operation; if it is its turn, do half of it and let it go wrong."""
+        """Count an operation; when its turn has come, do half of it and let it fail."""
         self.count += 1
         if not (self.count == self.at or (self.kind == STAYS_FULL and self.count > self.at)):
             return
@@ -120,7 +120,7 @@ class Faults:
 
 
 def run(command: list[str], said: Path, faults: Faults) -> tuple[int, int]:
-    """Run a command in a fork: its exit code, and how many operations there were."""
+    """Run a command in a fork, and return its exit code and the number of operations."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -148,7 +148,7 @@ def run(command: list[str], said: Path, faults: Faults) -> tuple[int, int]:
 
 
 def outcome(out: Path) -> dict[str, Any]:
-    """All of a folder that does not depend on the clock."""
+    """Return everything in a folder that does not depend on the clock."""
     found: dict[str, Any] = {"files": sorted(str(path.relative_to(out)) for path in out.rglob("*"))}
     for path in sorted((out / "runs").iterdir()):
         folder = RunFolder(path)
@@ -163,7 +163,7 @@ def outcome(out: Path) -> dict[str, Any]:
 
 
 def ended_well(kind: str, code: int, said: str) -> bool:
-    """Whether a command that met trouble has ended as it should: with 0 where the trouble came too late to matter."""
+    """Return whether a command that met an error ended correctly: with 0 if the error came too late to matter."""
     if kind == KILLED:
         return code == -signal.SIGKILL
     if "Traceback" in said:
@@ -176,7 +176,7 @@ def ended_well(kind: str, code: int, said: str) -> bool:
 
 
 def problems_after(kind: str, at: int, command: list[str], out: Path, said: Path, whole: dict[str, Any]) -> list[str]:
-    """Let a command die, and give it again: what is not as it should be, and what both have said."""
+    """Let a command die, and run it again; return what is wrong then, and the output of both."""
     code, _ = run(command, said, Faults(out, kind, at))
     problems = [] if ended_well(kind, code, said.read_text()) else [f"ended with {code}"]
     if kind != KILLED:

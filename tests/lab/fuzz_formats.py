@@ -29,7 +29,7 @@ NUMBERS = [0, 1, 2, 3, 10, 127, 128, 255, 256, 3072, 0x7FFF, 0xFFFF, 0x7FFFFFFF,
 
 
 def cifar_files() -> list[bytes]:
-    """Valid files, as Python 2 and Python 3 write them."""
+    """Return valid files, as Python 2 and Python 3 write them."""
     pixels = np.arange(IMAGES * 3072, dtype=np.uint8).reshape(IMAGES, 3072)
     labels = list(range(IMAGES))
     old = b"".join(
@@ -55,7 +55,7 @@ def csv_files() -> list[bytes]:
 
 
 def program(draw: random.Random) -> bytes:
-    """A pickle of instructions at random, with arguments that fit them as often as not."""
+    """Return a pickle of random instructions, whose arguments fit about half of the time."""
     pieces = [b"\x80\x02"]
     for opcode in draw.choices(pickletools.opcodes, k=draw.randrange(1, 60)):
         argument = b""
@@ -75,7 +75,7 @@ def program(draw: random.Random) -> bytes:
 
 
 def damaged(content: bytes, draw: random.Random) -> bytes:
-    """The same with one to four changes, most of them near the beginning or the end, where the structure is."""
+    """Return the content with one to four changes, mostly near the beginning or the end, where the structure is."""
     found = bytearray(content)
     for _ in range(draw.randrange(1, 5)):
         near = draw.randrange(400)
@@ -100,7 +100,7 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
 
 
 def zipped(content: bytes, draw: random.Random) -> bytes:
-    """A gzip file of a damaged content, or a damaged gzip file, or one that grows on being unzipped."""
+    """Return a gzip file of damaged content, a damaged gzip file, or one that grows when it is unzipped."""
     kind = draw.randrange(20)
     if kind == 0:
         return gzip.compress(content) + BOMB

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import statistics
 import sys
@@ -81,11 +82,11 @@ def test_reproduce_trains_all_prints_a_table_and_writes_the_results(protocol: Pa
     before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
     again = adabayes("reproduce", "--protocol", protocol, "--out", out)
     assert again.stdout == done.stdout
-    assert again.stderr.count("was there already") == 4
+    assert again.stderr.count("was done already") == 4
     assert {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")} == before
 
 
-def test_one_failed_run_is_told_and_does_not_stop_the_others(protocol: Path, tmp_path: Path) -> None:
+def test_a_failed_run_is_reported_and_does_not_stop_the_others(protocol: Path, tmp_path: Path) -> None:
     protocol.write_text(
         PROTOCOL.replace('"sgd"', '"sparse"')
         + "[optimizers.sparse]\nlabel = 'Sparse'\nclass = 'torch.optim.SparseAdam'\n"
@@ -113,9 +114,18 @@ def test_a_run_that_diverges_is_shown_as_such_and_is_no_failure(protocol: Path, 
     assert "already" not in done.stderr
 
 
+def test_processes_live_on_from_run_to_run(protocol: Path, tmp_path: Path) -> None:
+    """So each process loads the data once, and not once for each run."""
+    done = adabayes("reproduce", "--protocol", protocol, "--jobs", "2", "--seeds", "3", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    starts = [json.loads(path.read_text()) for path in tmp_path.glob("out/runs/*/environment.json")]
+    assert len(starts) == 6
+    assert 1 <= len({start["process"] for (start,) in starts}) <= 2
+
+
 def test_a_killed_process_fails_its_run_alone(tmp_path: Path) -> None:
-    """With --jobs, each run has a process; the system may kill one, for want of memory."""
-    command = ("reproduce", "--optimizers", "sgd,adamw", "--seeds", "1", "--epochs", "6", "--jobs", "2")
+    """The system may kill a process when memory is short. The next run gets another one."""
+    command = ("reproduce", "--optimizers", "sgd,adamw,adam", "--seeds", "1", "--epochs", "6", "--jobs", "2")
     process = start(*command, "--out", tmp_path)
     victim = None
     while victim is None:
@@ -127,7 +137,7 @@ def test_a_killed_process_fails_its_run_alone(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert "its process was killed by signal 9" in errors
     statuses = {path.name.split("-")[2]: RunFolder(path).status() for path in (tmp_path / "runs").iterdir()}
-    assert statuses == {"sgd": "failed", "adamw": "done"}
+    assert statuses == {"sgd": "failed", "adamw": "done", "adam": "done"}
     assert adabayes(*command, "--out", tmp_path).returncode == 0
 
 
@@ -135,7 +145,7 @@ def test_dry_run_lists_and_estimates_and_leaves_nothing(protocol: Path, tmp_path
     done = adabayes("reproduce", "--protocol", protocol, "--out", tmp_path / "out", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "digits resnet8 adabayes seed 1: missing; 1 epochs; lr 0.001, lr_sgd 0.1" in done.stdout
-    assert "4 runs, of which 4 are to be done" in done.stdout
+    assert "4 runs, 4 of them still to do" in done.stdout
     assert "seconds on this machine" in done.stdout
     assert not (tmp_path / "out").exists()
 
@@ -144,8 +154,8 @@ def test_dry_run_lists_and_estimates_and_leaves_nothing(protocol: Path, tmp_path
 def test_dry_run_lists_what_cannot_be_run_here(protocol: Path, tmp_path: Path, options: list[str]) -> None:
     done = adabayes("reproduce", "--protocol", protocol, "--data", tmp_path, "--dry-run", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "are to be done" in done.stdout
-    assert "how long that takes cannot be measured here: " in done.stdout
+    assert "of them still to do" in done.stdout
+    assert "their time cannot be estimated here: " in done.stdout
 
 
 def test_dry_run_measures_any_optimizer(tmp_path: Path) -> None:
@@ -251,7 +261,7 @@ REFUSED = ("c[/]", "two\nlines", "esc\x1b[2Jape")  # which none of our files can
 
 
 def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And no character of theirs is one that a terminal obeys."""
+    """And none of their characters controls the terminal."""
     specs = [replace(spec_of("sgd"), optimizer=name) for name in HOSTILE]
     others = [replace(spec_of("sgd"), optimizer=name) for name in REFUSED]
     (tmp_path / "sweep.json").write_text(json.dumps([asdict(spec) for spec in specs]))
@@ -308,7 +318,8 @@ def test_figures_are_printed_whole_however_narrow_the_terminal_is(
         show(table)
     printed = capsys.readouterr().out
     assert "…" not in printed
-    assert "paper 21.29" in printed
+    assert "21.29" in printed  # as published
+    assert "published" in printed
     assert "24.46 ±0.58" in printed
     assert "1.234 ±0.000" in printed
 
@@ -358,7 +369,7 @@ def test_tables_fit_a_terminal_of_80_columns(
 
 @pytest.mark.usefixtures("signals")
 def test_train_has_a_folder_of_its_own(protocol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a comparison in out/PROTOCOL is not taken for that one run."""
+    """So that a single run is not taken for the comparison in out/PROTOCOL."""
     monkeypatch.chdir(tmp_path)
     cli.main(["train", "--protocol", str(protocol), "--optimizer", "sgd"])
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine-train"]
@@ -404,7 +415,7 @@ def test_folders_of_runs_are_merged_by_copying(tmp_path: Path) -> None:
     listed = adabayes("runs", tmp_path / "0").stdout
     assert "2 done" in listed
     done = adabayes("reproduce", "--optimizers", "sgd", "--seeds", "2", "--epochs", "1", "--out", tmp_path / "0")
-    assert done.stderr.count("was there already") == 2
+    assert done.stderr.count("was done already") == 2
 
 
 @pytest.mark.parametrize(
@@ -417,6 +428,7 @@ def test_folders_of_runs_are_merged_by_copying(tmp_path: Path) -> None:
         (["reproduce", "--epochs", "0"], "epochs is 0"),
         (["reproduce", "--seeds", "0"], "there are no seeds"),
         (["reproduce", "--jobs", "0"], "--jobs 0"),
+        (["reproduce", "--threads", "0"], "--threads 0: a run has at least one thread"),
         (["reproduce", "--device", "abacus"], "--device abacus: Expected one of cpu, cuda"),
         (["reproduce", "--validation", "2"], "validation is 2.0; it must be a share"),
         (["reproduce", "--protocol", "mini", "--data", "nowhere"], "cifar10: no data_batch_1 in nowhere"),
@@ -447,3 +459,22 @@ def test_help_teaches_with_examples(command: str, capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     assert f"adabayes {command} --" in text
     assert "(default:" in text
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_published_experiment_runs_and_shows_its_figure_beside_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepOBS's network on a few images of another set, for two epochs."""
+    few = tmp_path / "few.toml"
+    few.write_text(
+        "extends = 'anchors/fmnist-2c2d'\ndatasets = ['digits']\ndata_options = { examples = 200, augment = false }\n"
+        "epochs = 2\nmodel_options = { size = 8 }\n[published.digits.2c2d]\nadam = { error = 7.66 }\n"
+    )
+    cli.main(["reproduce", "--protocol", str(few), "--out", str(tmp_path / "out")])
+    assert re.search(r"published +7\.66 *\n", capsys.readouterr().out)
+    runs = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    assert [(row["optimizer"], row["status"], row["epochs"]) for row in runs] == [
+        ("adam", "done", 2), ("adabayes-k", "done", 2),
+    ]  # fmt: skip
+    cli.main(["report", str(tmp_path / "out")])  # reads the figure again

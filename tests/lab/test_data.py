@@ -1,4 +1,4 @@
-"""Data: read without being trusted, and augmented as image by image."""
+"""Data: files are not trusted, and batches equal those that are augmented image by image."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_nothing_that_a_pickle_asks_for_is_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x02}", pickle.dumps({b"data": [1, 2]}), pickle.dumps([1])])
-def test_what_is_no_cifar_file_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_cifars_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "train"
     path.write_bytes(content)
     with pytest.raises(DataError, match="train cannot be read as a file of CIFAR"):
@@ -99,7 +99,7 @@ def test_what_is_no_cifar_file_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 def forged(dtype: str = "u1", state: Any = DTYPE_STATE, shape: Any = (2, 3072), labels: Any = (1, 2)) -> bytes:
-    """A pickle of two images that tells numpy something else of its array."""
+    """Return a pickle of two images with false statements about its array."""
 
     def code(value: object) -> bytes:
         return pickle.dumps(value, protocol=2)[2:-1]
@@ -136,7 +136,7 @@ def forged(dtype: str = "u1", state: Any = DTYPE_STATE, shape: Any = (2, 3072), 
         (b"\x80\x02}(K\x00" + 60 * b"q\x00h\x00\x86" + b"K\x00u.", "a key is not text"),
         (b"\x80\x02}(K\x00" + 900 * b"\x85" + b"K\x00u.", "a key is not text"),
         (b"\x80\x02" + 2000 * b"}" + b".", "more than 1,016 instructions"),
-        (b"\x80\x02" + 20_000 * b"}" + b".", "more than the 10,496 bytes"),
+        (b"\x80\x02" + 20_000 * b"}" + b".", "more than 10,496 bytes"),
         (b"\x80\x02cos\n\x1b[2J" + 300 * b"x" + b"\n.", r"asks for os\.\?\[2Jx{180,}\. Delete it"),
     ],
 )
@@ -188,7 +188,7 @@ def test_idx_files_are_read_zipped_or_not(tmp_path: Path) -> None:
     [
         (idx(np.zeros(9, np.uint8))[:-2], "has 15 bytes, not 17"),
         (idx(np.zeros(9, np.uint8)) + b"x", "has 18 bytes, not 17"),
-        (idx(np.zeros(11, np.uint8)), "has more than the 18 bytes that are possible"),
+        (idx(np.zeros(11, np.uint8)), "has more than 18 bytes, the most that are possible"),
         (idx(np.zeros(0, np.uint8)), r"says that its shape is \(0,\)"),
         (b"\0\0\x08\x01\xff\xff\xff\xff", r"says that its shape is \(4294967295,\), and at most \(10,\)"),
         (idx(np.zeros((3, 2), np.uint8)), "is not an IDX file of bytes in 1 dimensions"),
@@ -198,7 +198,7 @@ def test_idx_files_are_read_zipped_or_not(tmp_path: Path) -> None:
         (b"", "is not an IDX file"),
     ],
 )
-def test_what_is_no_idx_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_not_idx_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "labels"
     path.write_bytes(content)
     with pytest.raises(DataError, match=f"labels {message}.*adabayes data fetch"):
@@ -227,7 +227,7 @@ def test_a_damaged_or_endless_gzip_stream_is_named(tmp_path: Path) -> None:
         gzip.compress(bytes(1 << 20)),
     ):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"labels\.gz (cannot be read|has more than the 17 bytes)"):
+        with pytest.raises(DataError, match=r"labels\.gz (cannot be read|has more than 17 bytes)"):
             formats.read_idx(path, (9,))
 
 
@@ -283,12 +283,12 @@ def test_images_without_their_labels_are_refused(tmp_path: Path, monkeypatch: py
     "content",
     [b"", b"1,2\n", b"1,2,3\n" * 3, b"1,2,x\n", b"1,2,17\n", b"1,2,-1\n", b"1,2,1e1\n", b"1,,2\n", b"1" * 4000],
 )
-def test_what_is_no_table_of_small_numbers_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_table_of_small_numbers_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "digits.csv.gz"
     path.write_bytes(gzip.compress(b"1,2,3\r\n4,5,16"))
     np.testing.assert_array_equal(formats.read_csv(path, (2, 3), highest=16), [[1, 2, 3], [4, 5, 16]])
     path.write_bytes(gzip.compress(content))
-    with pytest.raises(DataError, match=r"digits\.csv\.gz has .*Install the package"):
+    with pytest.raises(DataError, match=r"digits\.csv\.gz (has|does not have) .*Install the package"):
         formats.read_csv(path, (2, 3), highest=16)
 
 
@@ -342,7 +342,7 @@ def server() -> Iterator[_Server]:
 
 @pytest.fixture
 def remote(server: _Server, cifar10: Path, monkeypatch: pytest.MonkeyPatch) -> _Server:
-    """The small CIFAR-10 as a tar on a server, with a file in it that nobody asked for."""
+    """Serve the small CIFAR-10 as a tar, which also has a file that does not belong to it."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
         tar.add(cifar10 / "cifar-10-batches-py", "cifar-10-batches-py")
@@ -359,11 +359,11 @@ def remote(server: _Server, cifar10: Path, monkeypatch: pytest.MonkeyPatch) -> _
     return server
 
 
-def test_a_download_that_breaks_off_goes_on_where_it_was(remote: _Server, tmp_path: Path) -> None:
+def test_a_download_that_breaks_off_is_resumed(remote: _Server, tmp_path: Path) -> None:
     target = tmp_path / "fetched"
     seen: list[tuple[str, int, int | None]] = []
     remote.breaks_after = 1000
-    with pytest.raises(DataError, match=r"broke off after 1,000 of.*1,000 bytes are kept.*goes on from there"):
+    with pytest.raises(DataError, match=r"broke off after 1,000 of.*1,000 bytes are kept.*resumes from there"):
         download.fetch("cifar10", target, lambda *what: seen.append(what))
     assert (target / "cifar-10-python.tar.gz.part").stat().st_size == 1000
     remote.breaks_after = None
@@ -379,7 +379,7 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(remote: _Server, tmp_pa
 
 def test_a_wrong_download_is_deleted_unopened(remote: _Server, tmp_path: Path) -> None:
     remote.content = bytes(len(remote.content))
-    with pytest.raises(DataError, match=r"has not the sha256.*deleted unopened"):
+    with pytest.raises(DataError, match=r"does not have the sha256.*deleted unopened"):
         download.fetch("cifar10", tmp_path / "fetched")
     assert not list((tmp_path / "fetched").rglob("*cifar*"))
 
@@ -394,7 +394,7 @@ def test_a_part_that_is_whole_needs_no_more(remote: _Server, tmp_path: Path) -> 
     assert remote.ranges == []
 
 
-def test_a_part_that_is_too_long_is_begun_anew(remote: _Server, tmp_path: Path) -> None:
+def test_a_part_that_is_too_long_is_downloaded_again(remote: _Server, tmp_path: Path) -> None:
     target = tmp_path / "fetched"
     target.mkdir()
     (target / "cifar-10-python.tar.gz.part").write_bytes(remote.content + b"x")
@@ -436,8 +436,8 @@ MISBEHAVIOURS: dict[str, tuple[bytes, str]] = {
     "chunk size endless": (CHUNKED + b"0" * 70_000, "got more than 65536 bytes|IncompleteRead"),
     "web page": (OK + b"Content-Type: text/html\r\n\r\n<html>Sign in</html>", "a web page came"),
     "no content": (b"HTTP/1.1 204 No Content\r\n\r\n", "status 204"),
-    "wrong part": (b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 3-9/10\r\n\r\nabcdef", "another part"),
-    "part without range": (b"HTTP/1.1 206 Partial Content\r\n\r\nabcdef", "another part"),
+    "wrong part": (b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 3-9/10\r\n\r\nabcdef", "not asked for"),
+    "part without range": (b"HTTP/1.1 206 Partial Content\r\n\r\nabcdef", "not asked for"),
     "not found": (b"HTTP/1.1 404 Not Found\r\n\r\n", "404: Not Found"),
     "not satisfiable": (b"HTTP/1.1 416 Range Not Satisfiable\r\n\r\n", "416"),
     "unavailable": (b"HTTP/1.1 503 Service Unavailable\r\n\r\n", "503"),
@@ -458,7 +458,7 @@ MISBEHAVIOURS: dict[str, tuple[bytes, str]] = {
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 @pytest.mark.parametrize("kept", [0, 1000])
 @pytest.mark.parametrize("kind", MISBEHAVIOURS)
-def test_whatever_a_server_answers_what_came_is_kept_and_the_next_try_goes_on(
+def test_whatever_a_server_answers_the_bytes_received_are_kept_and_the_next_try_resumes(
     kind: str, kept: int, remote: _Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw, message = MISBEHAVIOURS[kind]
@@ -483,7 +483,7 @@ def test_whatever_a_server_answers_what_came_is_kept_and_the_next_try_goes_on(
     there = part.read_bytes() if part.exists() else b""
     assert there[:kept] == remote.content[:kept]
     assert len(there) >= (size // 2 if "{half}" in MISBEHAVIOURS[kind][0].decode("latin-1") else kept)
-    assert (f"{len(there):,} bytes are kept in {part}; the same command goes on" in str(caught.value)) == bool(there)
+    assert (f"{len(there):,} bytes are kept in {part}; the same command resumes" in str(caught.value)) == bool(there)
     if kind.startswith("redirect"):
         del caught
         gc.collect()  # urllib leaves the socket open where an address is none: see it go while that is ignored
@@ -500,7 +500,7 @@ def test_whatever_a_server_answers_what_came_is_kept_and_the_next_try_goes_on(
 
 
 def test_a_server_that_sends_all_or_too_much_does_no_harm(remote: _Server, tmp_path: Path) -> None:
-    """It knows no ranges, has no length, and goes on after the end."""
+    """It ignores ranges, states no length, and continues after the end."""
     remote.raw = OK + b"\r\n" + remote.content + b"x" * 5_000_000
     for kept in (0, 1000):
         target = tmp_path / f"kept-{kept}"
@@ -526,14 +526,14 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def listed(*arguments: str) -> str:
-    """What ``adabayes data list`` prints."""
+    """Return the output of ``adabayes data list``."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         cli.main(["data", "list", *arguments])
     return " ".join(printed.getvalue().split())
 
 
 @pytest.mark.usefixtures("homeless")
-def test_without_a_home_folder_one_is_told_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_folder_the_error_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for act in (data.load, download.find, download.fetch):
         with pytest.raises(DataError, match=r"no home folder.*ADABAYES_DATA.*--data DIR"):
             act("cifar10")
@@ -618,10 +618,10 @@ def test_no_network_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = listed("--data", str(tmp_path))
     assert "digits embedded" in found
-    assert "cifar10 not there" in found
+    assert "cifar10 missing" in found
     with pytest.raises(SystemExit, match="1"):
         cli.main(["data", "fetch", "imagenet"])
-    assert "'imagenet' is not a data set that comes in files; there are cifar10" in capsys.readouterr().err
+    assert "'imagenet' is not a data set with files; there are cifar10" in capsys.readouterr().err
     done = adabayes("data", "verify", "cifar10", "--data", tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("adabayes: cifar10: no data_batch_1 in")

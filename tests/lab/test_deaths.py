@@ -1,4 +1,4 @@
-"""Deaths at file operations, full disks and signals: nothing is lost, half-written or left lying about."""
+"""Deaths at file operations, full disks and signals: nothing is lost, half-written or left behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def die(folder: Path, step: int, *command: str) -> int:
-    """Let a command die at some of its file operations, or at each; how often it did."""
+    """Let a command die at some or all of its file operations, and return how often it did."""
     worker = [sys.executable, "-m", "tests.lab.deaths", str(folder), str(step), *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(worker, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
@@ -154,7 +154,7 @@ def test_figures_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def exit_code(*command: str | Path) -> int | str | None:
-    """Run a command here; what its process would end with."""
+    """Run a command in this process, and return its exit code."""
     try:
         cli.main([*map(str, command)])
     except SystemExit as end:

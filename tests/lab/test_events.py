@@ -1,4 +1,4 @@
-"""TensorBoard: what it reads is what was logged, while a run goes on and after it was interrupted."""
+"""TensorBoard: it reads the logged values, during a run and after an interruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records in evidence/: whole, of the present protocols, and what one gets when one runs them again."""
+"""The records in evidence/: they are complete, belong to the present protocols, and can be reproduced."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from adabayes.lab import data, protocol, suite
+from adabayes.lab.report import suite_page
 from adabayes.lab.run.folder import folder_of
 from adabayes.lab.run.training import train
 
@@ -30,6 +32,12 @@ def test_records_are_whole_and_of_the_present_protocols(record: suite.Record) ->
     assert record.error == data.error_of(found.datasets[0])
 
 
+def test_tables_of_all_workloads_fit_80_columns() -> None:
+    records = [replace(RECORDS[0], name=name) for name in protocol.WORKLOADS]
+    for table in suite_page.tables(records):
+        assert Console().measure(table, options=Console().options.update(max_width=200)).maximum <= 80
+
+
 def test_the_demo_has_the_settings_that_won() -> None:
     demo = protocol.load("demo")
     (record,) = (
@@ -40,7 +48,7 @@ def test_the_demo_has_the_settings_that_won() -> None:
 
 
 def test_a_run_gives_the_recorded_figures_again(tmp_path: Path) -> None:
-    """Its first test to a thousandth. Other processors round differently, which grows; so the end is less exact."""
+    """The first test agrees to a thousandth. Processors round differently, which grows, so the end agrees less."""
     (record,) = (r for r in RECORDS if r.name == "digits")
     (recorded,) = (run for run in record.runs("sgd") if run.seed == 0)
     found = replace(protocol.load("suite/digits"), seeds=(0,))

@@ -36,7 +36,7 @@ def test_resnet_has_the_blocks_and_the_width_that_it_is_given() -> None:
     assert model.head.in_features == 16
 
 
-def test_the_transformer_does_not_see_what_comes() -> None:
+def test_the_transformer_does_not_see_later_characters() -> None:
     torch.manual_seed(0)
     model = models.make("transformer", context=16, width=32, layers=2).eval()
     text = torch.randint(128, (1, 16))

@@ -1,4 +1,4 @@
-"""Odd and damaged files: a protocol loads or is refused by name, and a run folder is read as far as it is whole."""
+"""Odd and damaged files: a protocol loads or is refused by name, and the whole files of a run folder are read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Path_ = tuple[str | int, ...]
 
 
 def places(tree: Any, at: Path_ = ()) -> Iterator[Path_]:
-    """All places in tables and lists; of long lists the first and the last."""
+    """Yield all places in tables and lists; in long lists only the first and the last."""
     items = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
     for key, value in items if isinstance(tree, dict) or len(items) < 3 else (items[0], items[-1]):
         yield (*at, key)
@@ -66,7 +66,7 @@ def places(tree: Any, at: Path_ = ()) -> Iterator[Path_]:
 
 
 def changed(tree: Any, place: Path_, value: Any) -> Any:
-    """A copy with another value in a place."""
+    """Return a copy with another value at a place."""
     whole = copy.deepcopy(tree)
     inner = whole
     for key in place[:-1]:
@@ -76,7 +76,7 @@ def changed(tree: Any, place: Path_, value: Any) -> Any:
 
 
 def renamed(table: dict[str, Any], place: Path_, name: str) -> dict[str, Any]:
-    """A copy in which the last key of a place is another."""
+    """Return a copy in which the last key of a place is replaced."""
     whole = copy.deepcopy(table)
     inner: Any = whole
     for key in place[:-1]:
@@ -95,7 +95,7 @@ def shipped(name: str) -> dict[str, Any]:
 
 
 def load_or_refuse(table: dict[str, Any], folder: Path, construct: bool) -> bool:
-    """Whether a protocol loads; if it does, all that follows from it works, and stays within ``--out``."""
+    """Return whether a protocol loads; if it does, check that it can be used, and stays within ``--out``."""
     path = folder / "mine.toml"
     path.write_text(tomli_w.dumps(table), encoding="utf-8")
     try:
@@ -157,7 +157,7 @@ def test_a_file_that_is_hardly_toml_is_refused_by_name(tmp_path: Path, content: 
 
 
 @pytest.mark.parametrize("name", ["sub/../mine.toml", "x" * 5000, "a\0b", ".", "/dev/zero"])
-def test_a_protocol_that_extends_what_is_no_protocol_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_protocol_that_extends_something_else_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "mine.toml").write_text(tomli_w.dumps({"extends": name}))
     with pytest.raises(ProtocolError, match=r"extends itself|no protocol"):
@@ -169,7 +169,7 @@ def test_a_protocol_that_extends_what_is_no_protocol_is_refused(tmp_path: Path, 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two optimizers and seeds, of which one has failed, with all files that runs leave."""
+    """Make a folder with all files of runs, for two optimizers and seeds, of which one run has failed."""
     out = tmp_path_factory.mktemp("runs")
     chosen = protocol.load("quick").narrowed(optimizers=["sgd", "adabayes"], seeds=2, epochs=2)
     chosen = replace(chosen, published={"digits": {"resnet8": {"sgd": [1.0, 0.1]}}})
@@ -195,7 +195,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files(out: Path) -> list[Path]:
-    """One of each kind of file."""
+    """Return one file of each kind."""
     found = {path.name: path for path in sorted(out.rglob("*.json*"))}
     wanted = {"spec", "environment", "result", "failed", "metrics", "rates", "sweep", "results"}
     assert {path.stem for path in found.values()} == wanted
@@ -203,7 +203,7 @@ def files(out: Path) -> list[Path]:
 
 
 def damages(path: Path, odd: list[Any]) -> Iterator[bytes]:
-    """What a file may be after an accident, or in the hands of a stranger."""
+    """Return a file as it may be after an accident, or if someone has forged it."""
     text = path.read_bytes()
     yield from (
         b"",
@@ -239,7 +239,7 @@ def damages(path: Path, odd: list[Any]) -> Iterator[bytes]:
 
 
 def look_at(out: Path) -> set[str]:
-    """All that is read of a folder, and which files were warned of."""
+    """Return all that is read from a folder, and the files named in warnings."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         specs = sweep.noted(out)

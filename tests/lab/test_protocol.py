@@ -1,4 +1,4 @@
-"""Protocols: the paper's is the paper's, and a user's own is read as they would expect."""
+"""Protocols: the paper's has the paper's settings, and a user's own is read as expected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adabayes.cli import main
-from adabayes.lab import optimizers, protocol, schema
+from adabayes.lab import models, optimizers, protocol, schema
 from adabayes.lab.protocol import Execution, ProtocolError, lr_factor
 from tests.lab.conftest import spec_of
 
@@ -95,6 +95,32 @@ def test_cosine_warms_up_to_one_and_ends_at_zero(progress: float, warmup: float)
     assert lr_factor(schedule, 1.0) == pytest.approx(0, abs=1e-12)
 
 
+def test_a_cosine_can_end_above_zero() -> None:
+    schedule = {"kind": "cosine", "warmup": 0.05, "final": 0.1}
+    assert [lr_factor(schedule, progress) for progress in (0.025, 0.05, 0.525, 1.0)] == pytest.approx(
+        [0.5, 1.0, 0.55, 0.1]
+    )
+
+
+def test_nanogpts_recipe_has_its_steps_schedule_and_published_loss() -> None:
+    """It has 2000 steps of 12 windows: 15,684 windows are 1307 steps per epoch."""
+    anchor = protocol.load("anchors/nanogpt-cpu")
+    (dataset,), (model,) = anchor.datasets, anchor.models
+    assert anchor.published == {dataset: {model: {"adamw": [None, 1.88]}}}
+    spec = anchor.runs()[0]
+    assert spec.settings == {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1, "fused": True}
+    assert round(spec.length * spec.epochs * 1307) == 2000
+    assert [lr_factor(spec.schedule, step / 2000) for step in (50, 100, 2000)] == pytest.approx([0.5, 1.0, 0.1])
+    assert sum(p.numel() for p in models.make(model, classes=65, context=64, **spec.model_options).parameters()) < 0.9e6
+
+
+def test_deepobs_problem_has_its_batch_epochs_and_published_error() -> None:
+    anchor = protocol.load("anchors/fmnist-2c2d")
+    assert anchor.published == {"fashion-mnist": {"2c2d": {"adam": [7.66, None]}}}
+    assert (anchor.batch_size, anchor.epochs, anchor.schedule) == (128, 100, {"kind": "constant"})
+    assert anchor.optimizers["adam"].settings["lr"] == 2.5e-4
+
+
 def test_a_file_can_extend_a_protocol_and_name_any_optimizer(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(
@@ -132,8 +158,8 @@ def test_a_file_can_extend_a_protocol_and_name_any_optimizer(tmp_path: Path) -> 
         ("extends = 'quick'\nbatch_size = 1.5", "batch_size is 1.5"),
         ("extends = 'quick'\ndatasets = ['imagenet']", "unknown data set 'imagenet'; there are digits"),
         ("extends = 'quick'\ndatasets = 'digits'", "must be a list"),
-        ("extends = 'quick'\ndatasets = ['digits', 'digits']", "'digits' is twice among the datasets"),
-        ("extends = 'quick'\nseeds = [0, 0]", "0 is twice among the seeds"),
+        ("extends = 'quick'\ndatasets = ['digits', 'digits']", "'digits' occurs twice in datasets"),
+        ("extends = 'quick'\nseeds = [0, 0]", "0 occurs twice in seeds"),
         ("extends = 'quick'\nseeds = 1.5", "seeds is 1.5; it must be a number of seeds"),
         ("extends = 'quick'\nseeds = 'abc'", "seeds is 'abc'"),
         ("extends = 'quick'\nseeds = [-1]", "seeds is .-1.; it must be a number of seeds, at most 10000, or a list"),
@@ -203,6 +229,8 @@ def test_a_file_can_extend_a_protocol_and_name_any_optimizer(tmp_path: Path) -> 
         ("extends = 'quick'\npublished.digits.resnet8.sgdd = [1, 2]", "unknown optimizer 'sgdd' .published"),
         ("extends = 'quick'\npublished.digit.resnet8.sgd = [1, 2]", "unknown data set 'digit'.*Did you mean digits"),
         ("extends = 'quick'\npublished.digits = 3", "published.digits is 3"),
+        ("extends = 'quick'\npublished.digits.resnet8.sgd = { los = 1 }", "or a table of one of them"),
+        ("extends = 'quick'\nlength = 0", "length is 0; it must be a share, above 0 and at most 1"),
         ("extends = 'quick'\nseeds = 1_000_000_000_000", "seeds is 1000000000000; .*at most 10000"),
     ],
 )
@@ -231,8 +259,8 @@ def test_an_optimizer_may_have_a_schedule_of_its_own(tmp_path: Path) -> None:
         ("torch.optim.SGD", {"lrr": 1}, r"lrr.*It takes lr, momentum.*Did you mean lr\?"),
         ("torch.optim.SGD", {"lr": -1}, "torch.optim.SGD with .*: Invalid learning rate: -1"),
         ("torch.optim.SGD", {"lr": "x"}, "torch.optim.SGD with "),
-        ("torch.optim.lr_scheduler.LRScheduler", {}, "must be a class that is derived from torch.optim.Optimizer"),
-        ("os.system", {"command": "true"}, "os.system is no optimizer"),
+        ("torch.optim.lr_scheduler.LRScheduler", {}, "must be a class derived from torch.optim.Optimizer"),
+        ("os.system", {"command": "true"}, "os.system is not an optimizer"),
         ("..x", {}, "cannot import ..x: TypeError"),
     ],
 )
@@ -243,7 +271,7 @@ def test_what_is_wrong_with_an_optimizer_is_named(path: str, settings: dict[str,
 
 
 def run(*arguments: str | Path) -> int | str | None:
-    """A command in this process; its exit code."""
+    """Run a command in this process, and return its exit code."""
     with pytest.raises(SystemExit) as ended:
         main([str(argument) for argument in arguments])
     return ended.value.code
@@ -260,7 +288,7 @@ def run(*arguments: str | Path) -> int | str | None:
     ],
     ids=" ".join,
 )
-def test_what_is_no_optimizer_is_never_called_and_nothing_is_written(
+def test_a_class_that_is_not_an_optimizer_is_never_called_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -270,7 +298,7 @@ def test_what_is_no_optimizer_is_never_called_and_nothing_is_written(
         f"cmd = 'touch {tmp_path / 'called'}'\nsearch = {{ lr = [0.1, 1.0] }}\n"
     )
     assert run(*command, "--protocol", path) == 1
-    assert "pydoc.pipepager is no optimizer" in capsys.readouterr().err
+    assert "pydoc.pipepager is not an optimizer" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -292,7 +320,9 @@ def test_a_seed_that_could_not_be_read_again_is_refused() -> None:
     optimizers.check([spec_of(seed=-1)])
 
 
-def test_a_misspelt_setting_is_told_once_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_setting_is_reported_once_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("train", "--optimizer", "sgd", "--set", "lrr=1", "--out", tmp_path / "out") == 1
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
@@ -358,7 +388,7 @@ def test_ordinary_names_are_names_of_folders_as_they_are(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("stem", [".", "..", "x ", "con", "a:b", "x" * 101])
-def test_the_name_of_a_protocol_is_checked_for_it_becomes_a_folder(tmp_path: Path, stem: str) -> None:
+def test_the_name_of_a_protocol_is_checked_because_it_becomes_a_folder(tmp_path: Path, stem: str) -> None:
     path = tmp_path / f"{stem}.toml"
     path.write_text("extends = 'quick'")
     with pytest.raises(ProtocolError, match="the name of the file"):
@@ -370,7 +400,7 @@ def test_presets_that_would_be_the_same_file_are_refused(tmp_path: Path) -> None
     for names in (["Mine", "mine"], ["\u00e9", "e\u0301"], ["ALL"], ["train"]):
         presets = {name: {"label": name, "optimizers": ["sgd"]} for name in names}
         path.write_text(tomli_w.dumps({"extends": "quick", "presets": presets}), encoding="utf-8")
-        with pytest.raises(ProtocolError, match="is there already"):
+        with pytest.raises(ProtocolError, match="exists already"):
             protocol.load(path)
 
 

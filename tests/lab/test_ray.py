@@ -26,7 +26,7 @@ ASKED = ("reproduce", "--optimizers", "sgd,adabayes", "--seeds", "1", "--epochs"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head that runs nothing, and two nodes of a core each."""
+    """A head that runs nothing, and two nodes with one core each."""
     handler = signal.getsignal(signal.SIGTERM)
     found = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     for _ in range(2):
@@ -42,7 +42,7 @@ def on(cluster: Any, out: Path) -> tuple[Any, ...]:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the local executor comes to, with as many threads a run."""
+    """Return the results of the local executor with the same number of threads."""
     out = tmp_path_factory.mktemp("local")
     done = adabayes(*ASKED, "--jobs", "2", "--out", out)
     assert done.returncode == 0, done.stderr
@@ -72,12 +72,12 @@ def test_results_are_those_of_the_local_executor_though_a_node_dies(
     output, errors = process.communicate()
     assert process.returncode == 0, errors
     assert metrics(tmp_path) == local
-    assert "its worker or node died; it goes on from its last checkpoint" in errors
+    assert "its worker or node died; it resumes from its last checkpoint" in errors
     assert "AdaBayes" in output
     cluster.remove_node(doomed)
 
 
-def test_a_sweep_goes_on_after_its_driver_was_killed(cluster: Any, local: dict[str, Any], tmp_path: Path) -> None:
+def test_a_sweep_resumes_after_its_driver_was_killed(cluster: Any, local: dict[str, Any], tmp_path: Path) -> None:
     command = (
         *ASKED,
         "--executor",
@@ -111,7 +111,7 @@ def test_ctrl_c_leaves_checkpoints(cluster: Any, local: dict[str, Any], tmp_path
     assert metrics(tmp_path) == local
 
 
-def test_failures_are_told_run_by_run(cluster: Any, tmp_path: Path) -> None:
+def test_failures_are_reported_run_by_run(cluster: Any, tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(
         "extends = 'quick'\nseeds = 1\nepochs = 1\ncompare = ['sgd', 'bad']\n"

@@ -8,15 +8,17 @@ import shutil
 import time
 from dataclasses import asdict, replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
+from scipy import stats
 
 from adabayes.lab import protocol, report
 from adabayes.lab.data import Data
-from adabayes.lab.display import Display
+from adabayes.lab.display import Display, show
 from adabayes.lab.execute import local, sweep
 from adabayes.lab.protocol import Protocol, Spec
 from adabayes.lab.report import results
@@ -69,6 +71,57 @@ def test_the_page_holds_what_the_runs_logged(compared: tuple[Protocol, list[Spec
     assert "adam" not in page["curves"]["digits-resnet8"]
     assert [(run["panel"], run["optimizer"]) for run in page["rates"]] == [("digits resnet8", "AdaBayes")]
     assert page["commands"][0] == "adabayes reproduce --protocol mine.toml"
+
+
+def rows_of(losses: dict[str, list[float | None]]) -> list[results.Row]:
+    """Rows of runs with these final losses by seed; None is a run that diverged."""
+    return [
+        results.Row("poisson", "pinn", name, seed, "diverged", 0)
+        if loss is None
+        else results.Row(
+            "poisson", "pinn", name, seed, "done", 1, 9.0, loss, 10 * loss, loss, milliseconds_per_step=4.0
+        )
+        for name, of in losses.items()
+        for seed, loss in enumerate(of)
+    ]
+
+
+def test_differences_are_paired_over_the_seeds_that_both_have() -> None:
+    """Each seed shifts both by a unit, so the means overlap, but the differences do not contain zero."""
+    ours, adamw = [0.8, 1.9, 2.7, 9.0], [1.0, 2.0, 3.0]
+    found = {s.optimizer: s for s in results.summarise(rows_of({"sgd": [*ours], "adamw": [*adamw, None]}))}
+    expected = stats.ttest_rel(ours[:3], adamw)
+    interval = expected.confidence_interval(0.95)
+    for name, unit in (("final_test_loss", 1), ("final_test_error", 10)):
+        difference = found["sgd"].differences[name]
+        assert difference.seeds == 3
+        assert difference.mean == pytest.approx(-0.2 * unit)
+        assert (difference.low, difference.high) == pytest.approx((unit * interval.low, unit * interval.high))
+        assert difference.p == pytest.approx(expected.pvalue)
+    assert found["adamw"].differences == {}
+    assert {s.reference for s in found.values()} == {"adamw"}
+
+
+def test_differences_are_to_the_first_where_adamw_is_not_there_and_need_two_seeds() -> None:
+    found = results.summarise(rows_of({"sgd": [1.0, 2.0], "adam": [1.5, 2.5], "soap": [1.0, None]}))
+    assert [s.reference for s in found] == ["sgd"] * 3
+    assert [len(s.differences) for s in found] == [0, 4, 0]
+
+
+def test_tables_with_differences_fit_80_columns() -> None:
+    """Losses of the demo's size, whose means and errors take 18 characters each."""
+    demo = protocol.load("demo")
+    losses = {name: [1.4321e-4 * (i + 1), 1.7e-4, 1.9e-4 * (i + 1)] for i, name in enumerate(demo.optimizers)}
+    first, second = results.tables(demo, rows_of({name: [*of] for name, of in losses.items()}))
+    screen = Console(file=StringIO(), width=200, color_system=None)
+    for table in (first, second):
+        show(table, screen)
+    assert isinstance(screen.file, StringIO)
+    printed = screen.file.getvalue()
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "±0.00001" in printed
+    assert "difference to AdamW with the same seeds" in " ".join(printed.split())
+    assert re.search(r"AdaBayes-K +\+0.00333 +\+0.000333 *\n +\(-0.00405 to", printed)
 
 
 def test_the_command_makes_the_page_again_also_of_copied_runs(
@@ -156,7 +209,7 @@ def test_the_papers_experiment_makes_a_page_of_six_megabytes_at_most(
 
 
 def status(out: Path, spec: Spec, status: str, epochs: int) -> None:
-    """Make a run of the generated ones look as if it had ended otherwise."""
+    """Make a generated run look as if it had ended differently."""
     folder = folder_of(spec, out)
     rows = (folder.path / "metrics.jsonl").read_text().splitlines()[:epochs]
     (folder.path / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
@@ -185,7 +238,7 @@ def test_curves_are_those_of_runs_that_are_done(generated: tuple[Protocol, list[
     rows = [folder_of(spec, tmp_path).metrics()[199]["test_error"] for spec in sgd[2:]]
     assert curves["sgd"]["test_error"]["mean"][199] == pytest.approx(sum(rows) / 3, rel=1e-4)
     assert len(curves["adam"]["test_loss"]["mean"]) == 1
-    (broken_off,) = (problem["runs"] for problem in held["problems"] if problem["text"].endswith("not complete"))
+    (broken_off,) = (problem["runs"] for problem in held["problems"] if problem["text"].endswith("not finished"))
     assert "cifar10 resnet34 SGD, seed 0" in broken_off
     report.write(held, tmp_path)
 
@@ -229,7 +282,7 @@ def test_a_report_takes_all_runs_of_a_folder_that_can_be_compared(
     "schedule", ["kind = 'step'\nat = [0.5]\nfactor = 0.0", "kind = 'cosine'\nwarmup = 0.5"], ids=["zero", "warmup"]
 )
 def test_odd_runs_have_a_page_too(tmp_path: Path, browser: Browser, schedule: str) -> None:
-    """One step an epoch, a learning rate of zero, optimizers that nobody knows, and names for no markup."""
+    """Test one step per epoch, a learning rate of zero, unknown optimizers, and names that look like markup."""
     path = tmp_path / "odd.toml"
     path.write_text(
         "extends = 'quick'\nseeds = 1\nepochs = 2\nbatch_size = 2000\nmodel_options = { width = 4 }\n"
@@ -277,6 +330,14 @@ def test_the_page_opens_from_disk_and_its_controls_work(
     assert page.inner_text("h1") == "Mine & <b>yours</b>"
     assert "diverged" in page.inner_text("#problems")
     assert shown(page) == {"SGD", "AdamW", "AdaBayes"}
+    rows = results.collect(compared[1], compared[2])
+    (sgd,) = (s for s in results.summarise(rows) if s.optimizer == "sgd")
+    written = [sgd.differences[f"final_test_{name}"].text() for name in ("error", "loss")]
+    told = page.locator("#results tr[data-optimizer=sgd] .difference").all_inner_texts()
+    assert [[float(n) for n in re.findall(r"[-+][\d.e-]+", text)] for text in told] == [
+        [float(n) for n in re.findall(r"[-+][\d.e-]+", text)] for text in written
+    ]
+    assert page.locator("#results tr[data-optimizer=adamw] .difference").count() == 0
     page.click("button[data-value=baselines]")
     assert shown(page) == {"SGD", "AdaBayes"}
     page.click("#legend button[data-optimizer=sgd]")
@@ -387,7 +448,7 @@ def luminance(colour: list[int]) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_schedules_are_compared_alike_but_for_optimizers_that_have_their_own() -> None:
+def test_schedules_are_the_same_except_for_optimizers_that_have_their_own() -> None:
     quick = protocol.load("quick").narrowed(optimizers=["sgd", "adamw", "adam"], seeds=3)
     step, cosine = quick.schedule, {"kind": "cosine", "warmup": 0.1}
 

@@ -14,6 +14,7 @@ from scipy import stats
 
 from adabayes.cli import main
 from adabayes.lab import protocol, suite
+from adabayes.lab.differences import Difference
 from adabayes.lab.protocol import Protocol, ProtocolError
 from adabayes.lab.report import suite_figure, suite_page
 from adabayes.lab.run.folder import folder_of
@@ -31,7 +32,7 @@ def final(optimizer: str, seed: int, curve: list[tuple[int, float]], test_loss: 
 
 
 def record(name: str = "one", slow: float = 1.0) -> Record:
-    """AdamW ends at 2, "fast" at 1.5, and with half of the steps at 2; with 0.4 of them it does not get there."""
+    """Make a record: AdamW ends at 2, "fast" at 1.5, at 2 with half of the steps, and above with 0.4 of them."""
     runs = []
     for seed in range(3):
         runs.append(final("adamw", seed, [(50, 3.0), (100, 2.0 + 0.1 * (seed - 1))], 2.0 + 0.1 * seed))
@@ -113,7 +114,7 @@ def test_time_to_target_is_that_of_the_shortest_schedule_that_ends_there() -> No
 
 
 def test_schedules_are_shortened_by_halving_what_is_open() -> None:
-    """By hand: whole, then the middle of 0.2 to 0.8; then above where it fails, below where it does not."""
+    """Expected by hand: the whole, then the middle of 0.2 to 0.8, then above it if it fails, else below."""
     found = replace(workload().narrowed(optimizers=["adamw"]), seeds=(0, 1))
     target = [final("adamw", seed, [(10, 2.0)], 2.0) for seed in (0, 1)]
     empty = replace(record(), chosen={"adamw": {"lr": 1e-3}}, finals=target)
@@ -165,15 +166,15 @@ def test_differences_are_paired_over_seeds_and_corrected() -> None:
         theirs = [run.test_loss for run in records[0].runs("adamw")]
         p = stats.ttest_rel(ours, theirs).pvalue
         low, high = stats.ttest_rel(ours, theirs).confidence_interval()
-        assert (one.low, one.high) == pytest.approx((low, high))
-        assert one.p >= p
+        assert (one.difference.low, one.difference.high) == pytest.approx((low, high))
+        assert one.difference.p >= p
     assert found[0].verdict == "better"
     assert found[1].verdict == "no difference shown"  # three seeds, a spread as large as the difference
 
 
 def test_holms_correction() -> None:
-    made = [suite.Comparison("w", str(i), 0, 0, 0, p) for i, p in enumerate((0.01, 0.04, 0.03, 0.005))]
-    assert [c.p for c in suite._holm(made)] == pytest.approx([0.03, 0.06, 0.06, 0.02])  # as in Holm's paper
+    made = [suite.Comparison("w", str(i), Difference(0, 0, 0, p, 5)) for i, p in enumerate((0.01, 0.04, 0.03, 0.005))]
+    assert [c.difference.p for c in suite._holm(made)] == pytest.approx([0.03, 0.06, 0.06, 0.02])  # as in Holm's paper
 
 
 def test_records_are_kept_whole(tmp_path: Path) -> None:
@@ -225,7 +226,7 @@ def test_a_suite_from_beginning_to_end_and_again(tmp_path: Path, capsys: pytest.
     for run in found.finals:
         assert run.curve[-1][0] == round(6 * run.length)
     main([*asked, "--out", str(out)])
-    assert capsys.readouterr().err.count("was there already") == 3 * (2 + 2)
+    assert capsys.readouterr().err.count("was done already") == 3 * (2 + 2)
     assert Record.read(out / "digits.json") == found
 
     elsewhere = tmp_path / "elsewhere"  # a record is enough to go on from
@@ -242,6 +243,20 @@ def test_a_suite_from_beginning_to_end_and_again(tmp_path: Path, capsys: pytest.
     assert set(more.chosen) == {"sgd", "adamw", "muon", "adabayes-k"} == set(more.step_seconds)
     assert [run for run in more.finals if run.optimizer != "sgd"] == found.finals
 
+    fewer = ["suite", "--workload", "digits", "--optimizers", "adamw", "--budget", "1", "--seeds", "1"]
+    main([*fewer, "--out", str(out)])  # what the record has beyond that is kept
+    assert Record.read(out / "digits.json") == more
+    capsys.readouterr()
+
+    guessed = replace(more, step_seconds=dict.fromkeys(more.step_seconds, 1e9))
+    guessed.write(out)
+    main(["suite", "--time-steps", "--out", str(out)])
+    again = Record.read(out / "digits.json")
+    assert replace(again, step_seconds=guessed.step_seconds) == guessed  # nothing else has changed
+    assert again.step_seconds.keys() == more.step_seconds.keys()
+    assert all(0 < seconds < 60 for seconds in again.step_seconds.values())
+    assert "done" not in capsys.readouterr().err  # nothing is trained
+
     main(["suite", "--from", str(out), "--out", str(tmp_path / "page")])
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     assert "AdaBayes-K" in page
@@ -249,10 +264,31 @@ def test_a_suite_from_beginning_to_end_and_again(tmp_path: Path, capsys: pytest.
     assert (tmp_path / "again" / "index.html").read_text(encoding="utf-8") == page
 
 
+def test_a_record_keeps_runs_that_are_not_requested_and_has_no_others(tmp_path: Path) -> None:
+    """The record has three trials and seeds of AdamW; then SGD is requested, with two trials and other seeds."""
+    whole = workload().narrowed(optimizers=["sgd", "adamw"])
+    asked = replace(whole.narrowed(optimizers=["sgd"]), seeds=(0, 3))
+    adamw = replace(whole.narrowed(optimizers=["adamw"]), seeds=(0, 1, 2))
+    tried = [
+        Trial(spec.identity, "adamw", spec.settings, "done", 1.0 + i) for i, spec in enumerate(suite.trials(adamw, 3))
+    ]
+    chosen = {"adamw": tried[0].settings}
+    ran = [
+        replace(final("adamw", spec.seed, [(9, 2.0)], 2.0), run=spec.identity) for spec in suite.finals(adamw, chosen)
+    ]
+    before = replace(record("digits"), labels={"adamw": "AdamW"}, styles={}, trials=tried, chosen=chosen, finals=ran)
+    found = suite.collect(asked, 2, "error %", tmp_path, before, whole)
+    assert [t for t in found.trials if t.optimizer == "adamw"] == tried
+    assert [(t.optimizer, t.status) for t in found.trials if t.optimizer == "sgd"] == [("sgd", "missing")] * 2
+    assert found.finals == ran
+    assert suite.reached(found, "adamw") == suite.Reached(1.0, 1.0, 1.0)
+
+
 @pytest.mark.usefixtures("signals")
 def test_bad_requests_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for asked, message in (
         (["--workload", "digit"], "unknown workload 'digit'; there are digits, .*Did you mean digits"),
+        (["--workload", "digit", "--time-steps"], "unknown workload 'digit'"),
         (["--budget", "0"], "--budget 0: there must be at least one trial"),
         (["--from", str(tmp_path)], "there are no records in"),
         (["--optimizers", "adamv"], "unknown optimizer 'adamv'.*Did you mean adamw"),
@@ -264,7 +300,7 @@ def test_bad_requests_are_explained(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "out").exists()
 
 
-def test_the_page_tells_what_the_records_hold(tmp_path: Path, browser: Browser) -> None:
+def test_the_page_shows_the_records(tmp_path: Path, browser: Browser) -> None:
     page = suite_page.write([record(), record("two", slow=4.0)], tmp_path)
     view = browser.new_page(viewport={"width": 1300, "height": 900})
     errors: list[str] = []
@@ -278,13 +314,17 @@ def test_the_page_tells_what_the_records_hold(tmp_path: Path, browser: Browser) 
     assert cells == ["fast", "0.50", "2.00", "1.00"]
     assert view.locator("#times tr[data-optimizer=never] td").all_text_contents() == ["never", "-", "-", "-"]
     view.get_by_role("button", name="difference to AdamW").click()
-    assert "better" in view.locator("#ends tr[data-optimizer=fast] td").all_text_contents()[1]
+    cell = view.locator("#ends tr[data-optimizer=fast] td").all_text_contents()[1]
+    (compared, *_) = suite.comparisons([record()])
+    assert (
+        cell == f"{compared.difference.mean:.3g}{compared.difference.low:.3g} to {compared.difference.high:.3g}better"
+    )
     assert view.locator(".plot .main-svg").count() >= 4
     assert not errors
     view.close()
 
 
-def test_a_comparison_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_a_comparison_is_summed_up_in_a_sentence(tmp_path: Path) -> None:
     chosen = replace(workload().narrowed(optimizers=["adamw", "adabayes-k"]), seeds=(0,), validation=0.0)
     specs = chosen.runs()
     assert suite.sentence(chosen, specs, tmp_path) is None  # nothing is done yet

@@ -1,4 +1,4 @@
-"""The theory: every claim holds, a claim can fail, and the explorer calculates as the package does."""
+"""The theory: every claim holds, a claim can fail, and the explorer computes what the package does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run: what is trained, tested and logged."""
+"""One run: training, testing and logging."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_optimizers_start_from_the_same_weights(digits: Data) -> None:
 
 
 def test_training_is_what_a_plain_loop_does(digits: Data, tmp_path: Path) -> None:
-    """The same network, batches, learning rates and figures, written out."""
+    """Compare with the same network, batches, learning rates and figures, written out."""
     spec = spec_of("sgd", epochs=4, test_batch_size=100)
     found = rows(spec, digits, tmp_path)
     model, _ = training.make(spec, digits)
@@ -168,7 +168,7 @@ def test_compiled_models_train_to_about_the_same_and_resume(digits: Data, tmp_pa
     assert without_times(rows(spec_of("sgd", compile=True), digits, folder.path)) == without_times(compiled)
 
 
-def test_progress_tells_how_far_it_is(digits: Data, tmp_path: Path) -> None:
+def test_progress_says_how_far_a_run_is(digits: Data, tmp_path: Path) -> None:
     seen: list[Progress] = []
     rows(spec_of(), digits, tmp_path, watch=Watch(seen.append))
     assert seen[-1].step == seen[-1].steps == 24
@@ -203,7 +203,7 @@ def test_the_weights_at_the_end_can_be_loaded(digits: Data, tmp_path: Path) -> N
 
 
 def test_a_shorter_run_has_a_shorter_schedule_that_ends(digits: Data, tmp_path: Path) -> None:
-    """Cosine over 1.3 epochs of 4: the learning rate of its last step, by hand; and it goes on after a stop alike."""
+    """With a cosine over 1.3 of 4 epochs: the last learning rate is as by hand, also after an interruption."""
     spec = spec_of("sgd", epochs=4, length=0.325, schedule={"kind": "cosine", "warmup": 0.0})
     found = rows(spec, digits, tmp_path / "whole")
     each = math.ceil(digits.count("train") / 128)

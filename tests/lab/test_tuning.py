@@ -151,10 +151,10 @@ def test_what_cannot_be_tuned_is_named(tmp_path: Path) -> None:
         tune(protocol.load("paper"), 1, tmp_path)
     path = tmp_path / "mine.toml"
     path.write_text("extends = 'quick'\ncompare = ['radam']\n[optimizers.radam]\nclass = 'torch.optim.RAdam'\n")
-    with pytest.raises(ProtocolError, match=r"\[optimizers.radam\] has nothing to search"):
+    with pytest.raises(ProtocolError, match=r"\[optimizers.radam\] has no search"):
         tune(protocol.load(path), 1, tmp_path)
     path.write_text("extends = 'quick'\ncompare = ['sgd']\n[optimizers.sgd]\nlr = 50.0\n")
-    with pytest.raises(ProtocolError, match=r"lr = 50.0, which is outside of its search, 0.001 to 1.0"):
+    with pytest.raises(ProtocolError, match=r"lr = 50.0, which is outside its search range, 0.001 to 1.0"):
         tune(protocol.load(path), 1, tmp_path)
 
 
@@ -202,7 +202,7 @@ def test_the_protocols_that_come_with_the_package_can_be_tuned(name: str) -> Non
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A search of two trials."""
+    """Run a search of two trials."""
     out = tmp_path_factory.mktemp("finished")
     tune(short(), 2, out)
     return out
@@ -254,7 +254,7 @@ def test_wherever_a_journal_is_cut_its_whole_records_stay(finished: Path, tmp_pa
         path.write_bytes(whole[:cut])
         journal.mend(path, warnings.append)
         assert path.read_bytes() == whole[: whole.rfind(b"\n", 0, cut) + 1]
-    assert all("was torn" in warning for warning in warnings)
+    assert all("was damaged" in warning for warning in warnings)
 
 
 @pytest.mark.parametrize(
@@ -272,10 +272,10 @@ def test_wherever_a_journal_is_cut_its_whole_records_stay(finished: Path, tmp_pa
         '{"op_code":0}\n'.encode("utf-16"),
     ],
 )
-def test_what_is_no_journal_is_named_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_journal_is_named_and_not_changed(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tune.journal"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"tune.journal is not a journal that tune can go on with .* move it away"):
+    with pytest.raises(ValueError, match=r"tune.journal is not a journal that tune can continue .* move it away"):
         tune(short(), 1, tmp_path)
     assert path.read_bytes() == content
 

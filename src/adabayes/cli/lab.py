@@ -38,19 +38,19 @@ def _command(
     act: Callable[[argparse.Namespace], None],
 ) -> Parser:
     parser = commands.add_parser(name, help=short, description=long)
-    goes_on = act in (_reproduce, _train, _tune, _suite, _data_fetch)  # where it was stopped
+    goes_on = act in (_reproduce, _train, _tune, _suite, _data_fetch)  # these resume when given again
     parser.set_defaults(run=lambda args: _run(parser, act, args), goes_on=goes_on)
     return parser
 
 
 def _run(parser: Parser, act: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
-    """Run a command; how it ends is the exit code."""
+    """Run a command, and exit with 1 if it fails or cannot do everything."""
     try:
         commands = importlib.import_module("adabayes.lab.commands")
     except ImportError as error:
         parser.exit(
             1,
-            f"{error}\nThe lab needs more than the optimizers do: pip install '.[lab]' in the folder of AdaBayes\n",
+            f"{error}\nThe lab needs more packages than the core: pip install '.[lab]' in the folder of AdaBayes\n",
         )
     try:
         with handled(raise_stopped):
@@ -70,24 +70,28 @@ def _add_reproduce(commands: argparse._SubParsersAction[Parser]) -> None:
         "reproduce",
         "run the paper's comparison, or one of your own",
         """
-Trains every optimizer of a protocol with every seed, and prints a table in the form of the paper's.
+Trains every optimizer of a protocol with every seed, and prints a table in the form of the paper's, and paired
+differences to AdamW.
 
   adabayes reproduce
       digits, ten optimizers: two minutes, no download
   adabayes reproduce --protocol mini --dataset cifar10
-      the paper's protocol at the size of a CPU
+      the paper's protocol, scaled down to a CPU
   adabayes reproduce --protocol paper --device cuda
-      the paper's
+      the paper's experiment
+  adabayes reproduce --protocol anchors/nanogpt-cpu
+      a published experiment, to check the lab itself
   adabayes reproduce --protocol mine.toml
       your own: copy one of the package's, or extend it
   adabayes reproduce --executor ray --address auto
-      spread over a Ray cluster
+      on a Ray cluster
 
-Give the same command again to go on after Ctrl-C, a crash or a full disk: what is done stays done, and the rest ends as
-if nothing had happened, bit for bit. Results are in --out: results.csv, results.json, and a folder for each run.""",
+After Ctrl-C, a crash or a full disk, give the same command again: finished runs stay, and the others end with the same
+bits as if nothing had happened. Results are in --out: index.html, results.csv, results.json, and a folder for each
+run.""",
         _reproduce,
     )
-    _add_protocol(parser, "out/PROTOCOL", names, "; several with commas")
+    _add_protocol(parser, "out/PROTOCOL", names, "; separate several by commas")
     _add_optimizers(parser)
     parser.add_argument("--seeds", type=int, metavar="N", help="run seeds 0 to N-1 (default: the protocol's)")
     _add_executor(parser)
@@ -120,7 +124,7 @@ Trains one optimizer with one seed.
   adabayes train --optimizer adabayes
   adabayes train --optimizer adabayes --set lr=0.01 --epochs 5
 
-On several devices, with the same batches and the same metrics but for rounding, resumed by any number of processes:
+On several devices, with the same batches and, up to rounding, the same metrics; any number of processes can resume it:
 
   torchrun --nproc-per-node 2 -m adabayes train \\
       --optimizer adabayes --distributed ddp""",
@@ -128,13 +132,13 @@ On several devices, with the same batches and the same metrics but for rounding,
     )
     _add_protocol(parser, "out/PROTOCOL-train")
     parser.add_argument(
-        "--optimizer", required=True, metavar="NAME", help="one of the protocol's, like adabayes or sgd"
+        "--optimizer", required=True, metavar="NAME", help="one of the protocol's, for example adabayes or sgd"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the optimizer; may be repeated"
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the optimizer; can be repeated"
     )
-    parser.add_argument("--distributed", choices=("ddp", "fsdp2"), help="as one of the processes of torchrun")
+    parser.add_argument("--distributed", choices=("ddp", "fsdp2"), help="train as one of torchrun's processes")
     _add_training(parser)
     _add_tensorboard(parser)
 
@@ -172,9 +176,9 @@ def _add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
         "find good settings, with the same effort for every optimizer",
         """
 Gives every optimizer of a protocol the same number of trials over its own search space (the protocol's `search`
-entries), with Optuna's quasi-random sampler and median pruner, judged on a tenth of the training data that is held out;
-the test set is not touched. Writes tuned.toml, a protocol with the winners, and tune.png, which shows how sensitive
-each optimizer is. The same command goes on where it was stopped; a larger budget adds trials.
+entries), with Optuna's quasi-random sampler and median pruner. Trials are judged on a tenth of the training data, which
+is held out; the test set is not used. Writes tuned.toml, a protocol with the winners, and tune.png, which shows how
+sensitive each optimizer is. The same command resumes a search; a larger budget adds trials.
 
   adabayes tune --budget 8 --optimizers sgd,adamw,adabayes
   adabayes reproduce --protocol out/quick-tuning/tuned.toml""",
@@ -206,30 +210,42 @@ def _add_suite(commands: argparse._SubParsersAction[Parser]) -> None:
         "suite",
         "compare optimizers on eight workloads, with equal effort",
         """
-Runs the suite: on each workload every optimizer gets the same number of trials, judged by the validation loss at the
-end; the settings that win are run with fresh seeds and tested once on the test set, and with shorter schedules, to see
-how much training reaches the loss of tuned AdamW. Ends in a page and a picture, with performance profiles and a panel
-for each workload. All of it takes many hours, so begin with a part:
+Runs the suite. On each workload every optimizer gets the same number of trials, judged by the final validation loss.
+The settings that win are run with fresh seeds and tested once on the test set; shorter schedules then show how much
+training reaches the loss of tuned AdamW. The result is a page and a picture, with performance profiles and a panel for
+each workload. The whole suite takes many hours, so start with a part:
 
   adabayes suite --workload digits,pinn --jobs 2
   adabayes suite --jobs 2
   adabayes suite --from evidence
-      the page of records that are there; nothing is trained
+      makes the page from existing records, without training
+  adabayes suite --from evidence --time-steps
+      first times a step of each optimizer again
 
-Each run has one thread. The same command goes on where it was stopped. Two workloads need files: cifar10-mini and
-shakespeare (adabayes data fetch); Fashion-MNIST is also Debian's dataset-fashion-mnist.""",
+Each run has one thread. The same command resumes the suite. Some workloads need files (adabayes data fetch cifar10
+shakespeare fashion-mnist); Fashion-MNIST is also in Debian's dataset-fashion-mnist. Times are right only if the machine
+does nothing else.""",
         _suite,
     )
-    parser.add_argument("--workload", type=names, metavar="A,B,...", help="some of the eight (default: all)")
+    parser.add_argument("--workload", type=names, metavar="A,B,...", help="some of the eight workloads (default: all)")
     _add_optimizers(parser)
     parser.add_argument("--budget", type=int, default=10, metavar="N", help="trials of each optimizer (default: 10)")
     parser.add_argument("--seeds", type=int, metavar="N", help="run seeds 0 to N-1 (default: 5)")
     _add_executor(parser)
     parser.add_argument(
-        "--checkpoint-every", type=float, default=60.0, metavar="SECONDS", help="within an epoch (default: 60)"
+        "--checkpoint-every",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="write checkpoints this often (default: 60)",
     )
     parser.add_argument(
-        "--from", type=Path, metavar="DIR", dest="records", help="make the page of the records in DIR; train nothing"
+        "--from", type=Path, metavar="DIR", dest="records", help="make the page from the records in DIR; train nothing"
+    )
+    parser.add_argument(
+        "--time-steps",
+        action="store_true",
+        help="time steps again for the records in --from, or --out; train nothing",
     )
     parser.add_argument("--out", type=Path, default=Path("out/suite"), metavar="DIR", help="(default: out/suite)")
     _add_data_folder(parser)
@@ -250,11 +266,12 @@ def _suite(args: argparse.Namespace) -> None:
             data=args.data,
             out=args.out,
             records=args.records,
+            time_steps=args.time_steps,
         )
     )
 
 
-# What came out
+# Results
 
 
 def _add_report(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -262,11 +279,11 @@ def _add_report(commands: argparse._SubParsersAction[Parser]) -> None:
         commands,
         "report",
         "make a page from a folder of runs",
-        "Writes index.html, a page that needs no network: the table, curves, learning rates of weights, and costs.",
+        "Writes index.html, a page that needs no network: tables, curves, learning rates of weights, and costs.",
         _report,
     )
     parser.add_argument(
-        "folder", type=Path, metavar="RUNS", help="the folder that reproduce or train wrote to, like out/quick"
+        "folder", type=Path, metavar="RUNS", help="the --out of reproduce or train, for example out/quick"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUNS)")
     parser.add_argument(
@@ -286,9 +303,9 @@ def _add_theory(commands: argparse._SubParsersAction[Parser]) -> None:
         "theory",
         "check the paper's theory by simulation",
         """
-Checks each claim of the paper's theory by simulation, in seconds and without data: the measured value against the
-predicted one. Writes theory.md with a figure for each part, and explorer.html, a page with sliders that shows what
-learning rate a weight gets and converts the settings of AdamW, SGD and the paper. The exit code is 1 if a claim
+Checks each claim of the paper's theory by simulation, in seconds and without data, and compares the measured value with
+the predicted one. Writes theory.md, with a figure for each part, and explorer.html, a page with sliders that shows the
+learning rate of a weight and converts the settings of AdamW, SGD and the paper. The exit code is 1 if a claim
 fails.""",
         _theory,
     )
@@ -306,10 +323,10 @@ def _add_runs(commands: argparse._SubParsersAction[Parser]) -> None:
         commands,
         "runs",
         "list runs: done, running, missing, failed",
-        "Lists the runs of a folder, and how each stands.",
+        "Lists the runs of a folder and the status of each.",
         _runs,
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder that was written to, like out/quick")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the --out of a command, for example out/quick")
 
 
 def _runs(args: argparse.Namespace) -> None:
@@ -323,13 +340,13 @@ def _runs(args: argparse.Namespace) -> None:
 
 def _add_data(commands: argparse._SubParsersAction[Parser]) -> None:
     data = commands.add_parser(
-        "data", help="list, fetch or verify data sets", description="Manages data sets that come in files."
+        "data", help="list, fetch or verify data sets", description="Manages data sets that have files."
     )
     actions = add_commands(data)
     for name, text, act in (
-        ("list", "list the data sets, and where they are", _data_list),
-        ("fetch", "download, or resume a download; no file is opened before its checksum is right", _data_fetch),
-        ("verify", "check all files against the checksums that the authors publish", _data_verify),
+        ("list", "list the data sets and where they are", _data_list),
+        ("fetch", "download, or resume a download; files are opened only if their checksums are right", _data_fetch),
+        ("verify", "check all files against the checksums that their authors publish", _data_verify),
     ):
         action = _command(actions, name, text, text.capitalize() + ".", act)
         if name != "list":
@@ -357,7 +374,7 @@ def _data_verify(args: argparse.Namespace) -> None:
     commands.data_verify(requests.DataFiles(tuple(args.names), args.data))
 
 
-# Options that several commands have, and the parts of requests that they become
+# Options of several commands, and the parts of requests that they become
 
 
 def _add_protocol(parser: Parser, out: str, kind: Callable[[str], object] = str, several: str = "") -> None:
@@ -365,10 +382,10 @@ def _add_protocol(parser: Parser, out: str, kind: Callable[[str], object] = str,
         "--protocol",
         default="quick",
         metavar="NAME|FILE",
-        help="demo, quick, mini, paper, text, or a TOML file (default: quick)",
+        help="demo, quick, mini, paper, text, suite/NAME, anchors/NAME, or a TOML file (default: quick)",
     )
     for name in ("--dataset", "--model"):
-        parser.add_argument(name, type=kind, metavar="NAME", help=f"in place of the protocol's{several}")
+        parser.add_argument(name, type=kind, metavar="NAME", help=f"instead of the protocol's{several}")
     parser.add_argument("--epochs", type=int, metavar="N", help="(default: the protocol's)")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"where to write (default: {out})")
     _add_data_folder(parser)
@@ -376,7 +393,7 @@ def _add_protocol(parser: Parser, out: str, kind: Callable[[str], object] = str,
 
 def _add_data_folder(parser: Parser) -> None:
     parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder of data sets (default: $ADABAYES_DATA, or the user's cache)"
+        "--data", type=Path, metavar="DIR", help="folder of data sets (default: $ADABAYES_DATA, or your cache)"
     )
 
 
@@ -386,12 +403,12 @@ def _add_optimizers(parser: Parser) -> None:
 
 def _add_executor(parser: Parser) -> None:
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="runs at a time; the cores are shared out (default: 1)"
+        "--jobs", type=int, default=1, metavar="N", help="number of runs at a time, which share the cores (default: 1)"
     )
-    parser.add_argument("--executor", choices=("local", "ray"), default="local", help="where runs go (default: local)")
+    parser.add_argument("--executor", choices=("local", "ray"), default="local", help="where to run (default: local)")
     parser.add_argument("--address", metavar="ADDR", help="address of a Ray cluster, or auto (default: start one here)")
-    parser.add_argument("--cpus-per-run", type=float, default=1, metavar="N", help="with ray (default: 1)")
-    parser.add_argument("--gpus-per-run", type=float, default=0, metavar="N", help="with ray (default: 0)")
+    parser.add_argument("--cpus-per-run", type=float, default=1, metavar="N", help="with Ray (default: 1)")
+    parser.add_argument("--gpus-per-run", type=float, default=0, metavar="N", help="with Ray (default: 0)")
 
 
 def _executor(args: argparse.Namespace) -> requests.Local | requests.Ray:
@@ -429,9 +446,15 @@ def _add_training(parser: Parser) -> None:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="within an epoch; there is always one at its end (default: 60)",
+        help="write checkpoints this often within an epoch, and always at its end (default: 60)",
     )
-    parser.add_argument("--no-channels-last", action="store_true", help="keep images in torch's usual layout")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads of each run on a CPU (default: 1 for a small network, else its share of the cores)",
+    )
+    parser.add_argument("--no-channels-last", action="store_true", help="keep images in torch's default layout")
     parser.add_argument(
         "--validation", type=float, metavar="SHARE", help="test on this share of the training data, not on the test set"
     )
@@ -448,10 +471,9 @@ def _training(args: argparse.Namespace, tensorboard: bool = False) -> requests.T
         checkpoint_seconds=args.checkpoint_every,
         tensorboard=tensorboard,
         data=args.data,
+        threads=args.threads,
     )
 
 
 def _add_tensorboard(parser: Parser) -> None:
-    parser.add_argument(
-        "--tensorboard", action="store_true", help="write events during runs, for tensorboard --logdir OUT/runs"
-    )
+    parser.add_argument("--tensorboard", action="store_true", help="write events for tensorboard --logdir OUT/runs")

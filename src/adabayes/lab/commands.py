@@ -1,6 +1,6 @@
-"""What the lab's commands do with their requests (:mod:`adabayes.lab.requests`); :mod:`adabayes.cli` makes these.
+"""The lab's commands, each of which carries out a request (:mod:`adabayes.lab.requests`) from :mod:`adabayes.cli`.
 
-What a command was asked for is on the disk before it says so: whoever reads its output may be gone.
+A command writes its results to the disk before it prints anything, because its output may go nowhere.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from adabayes.lab import suite as suites
 from adabayes.lab.data import DataError, download
 from adabayes.lab.display import Display, make_table, plain, show, tracked
 from adabayes.lab.execute import local, sweep
+from adabayes.lab.execute.workers import Workers
 from adabayes.lab.protocol import Execution, Protocol, ProtocolError, Spec
 from adabayes.lab.report import results
 from adabayes.lab.run import distributed
@@ -50,31 +52,32 @@ Executor = Callable[[Sequence[Spec], Path, Display, sweep.Stop, sweep.Options], 
 
 
 class Unfinished(Exception):
-    """A command has done what it could. The message says what has no result, a line each."""
+    """A command could not do everything. The message has a line for each run without a result."""
 
 
 def reproduce(request: requests.Reproduce) -> None:
     chosen = _chosen(request.choice)
-    if isinstance(request.executor, requests.Local):  # or else the device is that of the nodes
+    if isinstance(request.executor, requests.Local):  # with Ray, the device is the nodes'
         _check_device(request.training.device)
     specs = chosen.runs(_execution(request.training))
     optimizers.check(specs)
     out = _out(request, chosen)
-    outcomes, rows = _sweep(chosen, specs, out, _executor(request.executor), request.training, request.command)
+    with _executor(request.executor) as run:
+        outcomes, rows = _sweep(chosen, specs, out, run, request.training, request.command)
     page = reports.write(reports.content(chosen, specs, request.command, out), out)
     _show(chosen, rows, out)
     if said := suites.sentence(chosen, specs, out):
         print(said)
-    print(f"{page} shows it all; open it in a browser")
+    print(f"{page} shows everything; open it in a browser")
     _check(outcomes, request.command)
 
 
 def dry_run(request: requests.Reproduce) -> None:
-    """List the runs of a comparison and estimate how long they take; nothing is trained or written."""
+    """List the runs of a comparison and estimate their time, without training or writing anything."""
     chosen = _chosen(request.choice)
     specs = chosen.runs(_execution(request.training))
     optimizers.check(specs)
-    _dry_run(specs, _out(request, chosen), request.training.data)
+    _dry_run(specs, _out(request, chosen), _of_runs(request.training))
 
 
 def train(request: requests.Train) -> None:
@@ -117,7 +120,7 @@ def report(request: requests.Report) -> None:
     print(page)
     if left_out:
         print(
-            f"{len(left_out)} of {len(specs) + len(left_out)} runs have other settings and are left out; see the page"
+            f"{len(left_out)} of {len(specs) + len(left_out)} runs have other settings and are not shown; see the page"
         )
     if request.figures:
         from adabayes.lab.report import figures
@@ -137,7 +140,7 @@ def theory(request: requests.Theory) -> None:
         parts.draw(topics[-1], out)
     text, explorer = parts.write(topics, out), parts.write_explorer(out)
     show(parts.table(topics))
-    print(f"{text} has it with figures; {explorer} is to play with")
+    print(f"{text} has the claims with figures; {explorer} is an interactive page")
     failed = [check for topic in topics for check in topic.checks if not check.passed]
     if failed:
         raise Unfinished("\n".join(f"not as predicted: {check.claim}" for check in failed))
@@ -181,6 +184,7 @@ def tune(request: requests.Tune) -> None:
             stop,
             training.checkpoint_seconds,
             _execution(training),
+            training.threads,
         )
     found = tuning.searches(chosen, out)
     tuned = any(search.best for search in found)
@@ -198,19 +202,25 @@ def tune(request: requests.Tune) -> None:
 def suite(request: requests.Suite) -> None:
     from adabayes.lab.report import suite_figure, suite_page
 
-    found, outcomes = (suites.read(request.records), []) if request.records else _suite(request)
+    for name in request.workloads or ():
+        protocol.check_workload(name)
+    outcomes: list[sweep.Outcome] = []
+    if request.time_steps:
+        _time_steps(request)
+    if request.records or request.time_steps:
+        found = suites.read(request.records or request.out)
+    else:
+        found, outcomes = _suite(request)
     page = suite_page.write(found, request.out)
     picture = suite_figure.write(found, request.out)[-1]
     for table in suite_page.tables(found):
         show(table)
-    print(f"{page} shows it all; open it in a browser. A picture of it: {picture}")
+    print(f"{page} shows everything; open it in a browser. A picture of it: {picture}")
     _check(outcomes, request.command)
 
 
 def _suite(request: requests.Suite) -> tuple[list[suites.Record], list[sweep.Outcome]]:
-    """Do all that is not done yet, workload by workload, and write a record of each."""
-    for name in request.workloads or ():
-        protocol.check_workload(name)
+    """Do the runs that are not done yet, workload by workload, and write a record of each workload."""
     chosen = [
         protocol.load(f"suite/{name}").narrowed(optimizers=request.optimizers, seeds=request.seeds)
         for name in request.workloads or protocol.WORKLOADS
@@ -218,14 +228,14 @@ def _suite(request: requests.Suite) -> tuple[list[suites.Record], list[sweep.Out
     for one in chosen:
         optimizers.check(suites.trials(one, request.budget))
         _check_data(one.datasets, request.data)
-    run = _executor(request.executor)
     options = sweep.Options(request.data, request.checkpoint_seconds, threads=1)
     stop = sweep.Stop()
     each = {one.name: len(one.optimizers) * (request.budget + len(one.seeds)) for one in chosen}
     found: list[suites.Record] = []
     outcomes: list[sweep.Outcome] = []
     epochs = sum(each[one.name] * one.epochs for one in chosen)
-    with Display(sum(each.values()), epochs) as display, stop.on_signals():
+    display = Display(sum(each.values()), epochs)
+    with display, stop.on_signals(), _executor(request.executor) as run:
         for one in chosen:
             workload = _Workload(one, request, request.out / suites.name_of(one))
             for specs in workload.rounds():
@@ -236,25 +246,38 @@ def _suite(request: requests.Suite) -> tuple[list[suites.Record], list[sweep.Out
     return found, outcomes
 
 
-class _Workload:
-    """What is done on a workload, and its record, which is written after each round.
+def _time_steps(request: requests.Suite) -> None:
+    """Time the steps of all records again, or of some workloads; nothing is trained."""
+    folder = request.records or request.out
+    records = [r for r in suites.read(folder) if r.name in (request.workloads or protocol.WORKLOADS)]
+    for record in records:
+        _check_data(protocol.load(f"suite/{record.name}").datasets, request.data)
+    for record in tracked(records, "timing"):
+        _timed(record, sweep.Options(request.data)).write(folder)
 
-    The record keeps what it had of optimizers that are not asked for now.
-    """
+
+def _timed(record: suites.Record, options: sweep.Options) -> suites.Record:
+    """Time a training step with each optimizer, with the settings that won."""
+    whole = replace(protocol.load(f"suite/{record.name}"), seeds=(0,))
+    specs = suites.finals(whole, record.chosen)
+    times = step_seconds(specs, options.load(specs[0])) if specs else {}
+    return replace(record, step_seconds={name: float(f"{s:.4g}") for name, s in times.items()})
+
+
+class _Workload:
+    """A workload, its rounds of runs and its record, which is written after each round."""
 
     def __init__(self, chosen: Protocol, request: requests.Suite, out: Path) -> None:
         self.chosen, self.budget, self.out = chosen, request.budget, out
         self._records = request.out
         path = request.out / f"{suites.name_of(chosen)}.json"
         self._before = suites.Record.read(path) if path.exists() else None
-        whole = protocol.load(f"suite/{suites.name_of(chosen)}")
-        kept = {*chosen.optimizers, *(self._before.labels if self._before else ())}
-        self._recorded = replace(chosen, optimizers={k: o for k, o in whole.optimizers.items() if k in kept})
+        self._whole = protocol.load(f"suite/{suites.name_of(chosen)}")
         self.out.mkdir(parents=True, exist_ok=True)
         self.record = self._collected()
 
     def rounds(self) -> Iterator[list[Spec]]:
-        """What is to be run: trials, then the winners with fresh seeds, then with shorter schedules."""
+        """Yield what to run next: trials, then the winners with fresh seeds, then with shorter schedules."""
         yield self._missing(suites.trials(self.chosen, self.budget))
         self.record = self._collected()
         won = {name: settings for name, settings in self.record.chosen.items() if name in self.chosen.optimizers}
@@ -267,11 +290,9 @@ class _Workload:
                 return  # some failed
 
     def time(self, options: sweep.Options) -> None:
-        """Time a step with each optimizer, unless that was done."""
+        """Time a step with each optimizer, unless the record has the times already."""
         if self.record.step_seconds.keys() != self.record.chosen.keys():
-            specs = suites.finals(replace(self._recorded, seeds=(0,)), self.record.chosen)
-            times = step_seconds(specs, options.load(specs[0])) if specs else {}
-            self.record = replace(self.record, step_seconds={name: float(f"{s:.4g}") for name, s in times.items()})
+            self.record = _timed(self.record, options)
             self.record.write(self._records)
 
     def _missing(self, specs: Sequence[Spec]) -> list[Spec]:
@@ -280,13 +301,13 @@ class _Workload:
 
     def _collected(self) -> suites.Record:
         error = data.error_of(self.chosen.datasets[0])
-        record = suites.collect(self._recorded, self.budget, error, self.out, self._before)
+        record = suites.collect(self.chosen, self.budget, error, self.out, self._before, self._whole)
         record.write(self._records)
         return record
 
 
 def data_list(request: requests.DataList) -> None:
-    table = make_table({"data set": "left", "is": "left", "where": "wrap"})
+    table = make_table({"data set": "left", "status": "left", "where": "wrap"})
     for name in data.NAMES:
         files = data.source(name)
         if files is None:
@@ -297,7 +318,7 @@ def data_list(request: requests.DataList) -> None:
 
 
 def _whereabouts(name: str, folder: Path | None) -> tuple[str, str]:
-    """Say whether a data set is there, and where it is or would be."""
+    """Return whether a data set is there, and where it is or would be."""
     try:
         return "there", str(download.find(name, folder))
     except DataError:
@@ -305,8 +326,8 @@ def _whereabouts(name: str, folder: Path | None) -> tuple[str, str]:
     try:
         place = download.root_folder(folder) / download.SOURCES[name].folder
     except DataError as error:  # there is no folder to look in
-        return "not there", str(error)
-    return "not there", f"{place} (adabayes data fetch {name})"
+        return "missing", str(error)
+    return "missing", f"{place} (adabayes data fetch {name})"
 
 
 def data_fetch(request: requests.DataFiles) -> None:
@@ -327,12 +348,12 @@ def data_verify(request: requests.DataFiles) -> None:
 def _with_files(names: Sequence[str]) -> Sequence[str]:
     for name in names:
         if name not in download.SOURCES:
-            raise DataError(f"{name!r} is not a data set that comes in files; there are {', '.join(download.SOURCES)}")
+            raise DataError(f"{name!r} is not a data set with files; there are {', '.join(download.SOURCES)}")
     return names
 
 
 class _FileProgress:
-    """A bar for each file; of what is no terminal, nothing."""
+    """A bar for each file on a terminal; elsewhere nothing."""
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -368,7 +389,7 @@ def _chosen(choice: requests.Choice) -> Protocol:
 def _noted(folder: Path) -> list[Spec]:
     specs = sweep.noted(folder)
     if not specs:
-        raise ProtocolError(f"there are no runs in {folder}; give what was --out of reproduce or train")
+        raise ProtocolError(f"there are no runs in {folder}; name the folder that was --out of reproduce or train")
     return specs
 
 
@@ -388,7 +409,7 @@ def _check_device(name: str) -> None:
 
 
 def _check_data(names: Iterable[str], folder: Path | None) -> None:
-    """Say what to do if a data set is not there, before anything is begun."""
+    """Raise if a data set is missing, before anything is started. The message says what to do."""
     for name in names:
         if files := data.source(name):
             download.find(files, folder)
@@ -400,7 +421,7 @@ def _sweep(
     """Do the runs that are not done yet and write the results of all of them."""
     _check_data(dict.fromkeys(spec.dataset for spec in specs), training.data)
     if training.tensorboard:
-        print(f"tensorboard --logdir {out / 'runs'} shows the runs as they go", file=sys.stderr)
+        print(f"tensorboard --logdir {out / 'runs'} shows the runs while they train", file=sys.stderr)
     stop = sweep.Stop()
     out.mkdir(parents=True, exist_ok=True)
     _write(chosen, specs, out, command)  # so that a report can be made meanwhile
@@ -414,7 +435,7 @@ def _sweep(
 
 
 def _follow(spec: Spec, out: Path, ranks: Ranks, training: requests.Training) -> None:
-    """Train as one of several processes, of which the first writes and shows."""
+    """Train as one of several processes, of which the first writes and prints."""
     stop = sweep.Stop()
     options = _of_runs(training)
     load = partial(options.load, spec)
@@ -425,20 +446,23 @@ def _follow(spec: Spec, out: Path, ranks: Ranks, training: requests.Training) ->
 
 
 def _of_runs(training: requests.Training) -> sweep.Options:
-    return sweep.Options(training.data, training.checkpoint_seconds, training.tensorboard)
+    return sweep.Options(training.data, training.checkpoint_seconds, training.tensorboard, training.threads)
 
 
-def _executor(executor: requests.Local | requests.Ray) -> Executor:
-    """Return what runs the runs."""
+@contextmanager
+def _executor(executor: requests.Local | requests.Ray) -> Iterator[Executor]:
+    """Provide what does runs; processes that it starts live until the end."""
     if isinstance(executor, requests.Local):
-        return partial(local.run, jobs=executor.jobs)
-    from adabayes.lab.execute import ray
+        with Workers() as workers:
+            yield partial(local.run, jobs=executor.jobs, workers=workers)
+    else:
+        from adabayes.lab.execute import ray
 
-    return partial(ray.run, address=executor.address, cpus=executor.cpus, gpus=executor.gpus)
+        yield partial(ray.run, address=executor.address, cpus=executor.cpus, gpus=executor.gpus)
 
 
 def _write(chosen: Protocol, specs: list[Spec], out: Path, command: str) -> list[results.Row]:
-    """Write what came out of these runs, beside others of the folder; the rows of these."""
+    """Write the results of these runs and of the others in the folder, and return the rows of these."""
     these = {spec.folder for spec in specs}
     rows = results.collect(specs, out)
     others = results.collect([spec for spec in sweep.noted(out) if spec.folder not in these], out)
@@ -457,7 +481,7 @@ def _check(outcomes: list[sweep.Outcome], command: str) -> None:
     others = [outcome for outcome in outcomes if outcome.status in ("failed", "running")]
     if others:
         lines = map(_line, others)
-        again = f"{len(others)} of {len(outcomes)} runs have no result. Try again with: {command}"
+        again = f"{len(others)} of {len(outcomes)} runs have no result. To try again: {command}"
         raise Unfinished("\n".join([*lines, again]))
 
 
@@ -465,7 +489,7 @@ def _line(outcome: sweep.Outcome) -> str:
     return plain(f"{outcome.status}: {outcome.spec}: {outcome.error}").plain
 
 
-def _dry_run(specs: list[Spec], out: Path, data_folder: Path | None) -> None:
+def _dry_run(specs: list[Spec], out: Path, options: sweep.Options) -> None:
     left = []
     for spec in specs:
         status = folder_of(spec, out).status()
@@ -473,14 +497,14 @@ def _dry_run(specs: list[Spec], out: Path, data_folder: Path | None) -> None:
         print(f"{spec}: {status}; {spec.epochs} epochs; {settings}")
         if status not in ("done", "diverged"):
             left.append(spec)
-    print(f"{len(specs)} runs, of which {len(left)} are to be done, in {out / 'runs'}")
+    print(f"{len(specs)} runs, {len(left)} of them still to do, in {out / 'runs'}")
     if left:
         try:
-            seconds = sweep.estimate(left, out, data_folder)
+            seconds = sweep.estimate(left, out, options)
         except (DataError, RuntimeError, AssertionError) as error:  # no data, or no such device
-            print(f"how long that takes cannot be measured here: {str(error).splitlines()[0]}")
+            print(f"their time cannot be estimated here: {str(error).splitlines()[0]}")
         else:
-            print(f"about {_duration(seconds)} on this machine, one run after the other (from a few measured steps)")
+            print(f"about {_duration(seconds)} on this machine, one run after the other (estimated from a few steps)")
 
 
 def _duration(seconds: float) -> str:

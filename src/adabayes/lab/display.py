@@ -1,11 +1,11 @@
-"""The terminal: bars or lines of a sweep while it goes on, and tables that fit."""
+"""Output on a terminal: the progress of a sweep, and tables that fit."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -32,12 +32,12 @@ try:
     from rich.table import Table
     from rich.text import Text
 except ImportError as error:
-    raise ImportError("the lab needs rich and a few others: pip install '.[lab]' in the folder of AdaBayes") from error
+    raise ImportError("the lab needs more packages: pip install '.[lab]' in the folder of AdaBayes") from error
 
 if TYPE_CHECKING:
     from adabayes.lab.execute.sweep import Outcome
 
-__all__ = ["Display", "make_table", "plain", "show", "tracked"]
+__all__ = ["Display", "fitting", "make_table", "plain", "show", "tracked"]
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ _COLOURS = {"done": "green", "diverged": "yellow", "pruned": "bright_black", "fa
 
 
 class Display:
-    """Follows the runs of a sweep. A context manager."""
+    """Shows the progress of a sweep, as bars on a terminal and as lines elsewhere. A context manager."""
 
     def __init__(self, runs: int, epochs: int, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True, soft_wrap=not sys.stderr.isatty())
@@ -81,7 +81,7 @@ class Display:
         self._screen.stop()
 
     def expect(self, specs: Collection[Spec]) -> None:
-        """Count more runs to what is to be done."""
+        """Add runs to those that are still to do."""
         self.runs += len(specs)
         self._epochs += sum(spec.epochs * spec.length for spec in specs)
         self._all.update(self._task, total=math.ceil(self._epochs))
@@ -108,7 +108,7 @@ class Display:
         if spec.folder in self._rows:
             self._each.remove_task(self._rows.pop(spec.folder))
         self._count()
-        figures = ", was there already"
+        figures = ", was done already"
         if outcome.is_new:
             last = self._last.get(spec.folder)
             loss = f", train loss {last.loss:.4f}" if last else ""
@@ -132,26 +132,27 @@ class Display:
 
 
 def tracked(items: Collection[T], what: str) -> Iterator[T]:
-    """The items, with a bar on the terminal, if there is one, that is gone at the end."""
+    """Yield the items. On a terminal, a bar shows how far that is, and disappears at the end."""
     console = Console(stderr=True)
     yield from track(items, what, console=console, transient=True, disable=not console.is_terminal)
 
 
 # Tables
 
-_WIDEST = 1000  # characters of a table that is not wrapped
-_NARROWEST = 12  # of a column that is
+_USUAL = 80  # columns of a terminal
+_WIDEST = 1000  # columns to measure an unwrapped table in
+_NARROWEST = 12  # columns that a cell can be wrapped to
 
 
 def plain(text: object, style: str = "") -> Text:
-    """Return a text to be shown as it is: without markup, and without characters that a terminal obeys."""
+    """Return a text without markup and without control characters."""
     return Text("".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in str(text)), style)
 
 
 def make_table(
     columns: Mapping[str, Literal["left", "right", "wrap"]], title: str | None = None, box: Box | None = None
 ) -> Table:
-    """Make a table. What is in a column stays on its line, except where it is of the kind ``wrap``."""
+    """Make a table. Only columns of the kind ``wrap`` are broken into lines."""
     heading = None if title is None else plain(title, "italic")
     table = Table(title=heading, box=box, pad_edge=False, padding=(0, 1 if box else 2, 0, 0))
     for header, kind in columns.items():
@@ -160,14 +161,25 @@ def make_table(
     return table
 
 
+def fitting(make: Callable[[str], Table]) -> Table:
+    """Make a table that fits 80 columns. ``make`` gets what separates the parts of a cell: a space, or a new line."""
+    table = make(" ")
+    return table if _needed(table, Console(width=_USUAL)) <= _USUAL else make("\n")
+
+
 def show(table: Table, console: Console | None = None) -> None:
-    """Print a table no wider than the terminal, or 80 columns where there is none, unless its figures need more."""
+    """Print a table no wider than the terminal, or than 80 columns without one, unless its figures need more."""
     console = console or Console()
+    console.width = max(console.width, _needed(table, console))
+    console.print(table)
+
+
+def _needed(table: Table, console: Console) -> int:
+    """Return the smallest width of a table, whose columns of the kind ``wrap`` can be narrow."""
     wide = console.options.update(max_width=_WIDEST)
     needed = console.measure(table, options=wide).maximum
     for column in table.columns:
         if not column.no_wrap:
             width = max(console.measure(cell, options=wide).maximum for cell in (column.header, *column.cells))
             needed -= max(0, width - _NARROWEST)
-    console.width = max(console.width, needed)
-    console.print(table)
+    return needed

@@ -1,4 +1,4 @@
-"""The journal of a search: Optuna's, which no kill and no full disk harms, and which is mended where one has."""
+"""The journal of a search. It is Optuna's, and is repaired after a kill or a full disk."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from adabayes.lab.run.files import append, room_for, write_atomically
 
 __all__ = ["JournalError", "mend", "read"]
 
-_START = b'{"op_code":'  # of every record; inside of one it cannot be, because quotation marks have backslashes there
+_START = b'{"op_code":'  # of every record; it cannot occur within one, where quotation marks are escaped
 
 
 class JournalError(ValueError):
-    """A file that is no journal, or a journal that cannot be read. It is left as it was."""
+    """A file that is not a journal, or cannot be read. It is not changed."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(
-            f"{path} is not a journal that tune can go on with ({why}). It is left as it was: move it away, or choose "
-            "another --out. Without it, trials that are done are found again by their folders in runs"
+            f"{path} is not a journal that tune can continue ({why}). It was not changed: move it away, or choose "
+            "another --out. Without it, finished trials are found again by their folders in runs"
         )
 
 
 class _Backend(JournalFileBackend):
-    """Has no lock of its own, which a kill would leave behind: whoever writes holds that of the folder."""
+    """Optuna's backend without its lock, which a kill would leave behind; the folder's lock takes its place."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
@@ -46,14 +46,14 @@ def read(path: Path) -> JournalStorage:
             return JournalStorage(_Backend(path))
     except OSError:
         raise
-    except Exception as error:  # whatever Optuna makes of records that do not fit together
+    except Exception as error:  # Optuna raises various errors for inconsistent records
         raise JournalError(path, f"{type(error).__name__}: {error}") from error
 
 
 def mend(path: Path, warn: Callable[[str], None]) -> None:
-    """Take out what was half-written when a process was killed, the disk was full or the power failed.
+    """Remove records that were half-written when a process was killed, the disk was full or the power failed.
 
-    All whole records stay. Only whoever holds the folder's lock may do this.
+    All whole records stay. The caller must hold the folder's lock.
     """
     for lock in path.parent.glob(f"{path.name}.lock*"):  # Optuna's, in earlier versions
         lock.unlink(missing_ok=True)
@@ -62,11 +62,11 @@ def mend(path: Path, warn: Callable[[str], None]) -> None:
     mended = b"".join(record + b"\n" for record in records)
     if mended != content:
         write_atomically(path, mended)
-        warn(f"{path} was torn, as by a full disk; its {len(records)} whole records are kept")
+        warn(f"{path} was damaged, as by a full disk; its {len(records)} whole records are kept")
 
 
 def _records(path: Path, content: bytes) -> Iterator[bytes]:
-    """The whole records, of which several are on a line where one was put behind another that was cut off."""
+    """Yield the whole records. A line has several where one was appended to another that was cut off."""
     lines = content.split(b"\n")
     for number, line in enumerate(lines, 1):
         before, *pieces = (piece.strip(b"\0\r") for piece in re.split(b"(?=%s)" % re.escape(_START), line))

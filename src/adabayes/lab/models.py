@@ -1,4 +1,4 @@
-"""The networks: ResNet and DenseNet in their CIFAR forms, as in Luo et al., and a few small ones."""
+"""Networks: ResNet and DenseNet in their CIFAR forms, as in Luo et al., and a few small ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["MLP", "CharTransformer", "DenseNet", "ResNet", "TwoConvTwoDense", "m
 
 
 class _Projection(nn.Conv2d):
-    """A 1x1 convolution with a stride. Of few channels, it skips pixels by itself.
+    """A 1x1 convolution with a stride. With few channels, it selects the pixels itself.
 
-    In channels_last layout and below 8 channels, oneDNN 3.12 (that of torch 2.13) writes beyond its memory on machines
-    with AVX2 but without AVX-512.
+    In channels_last layout and below 8 channels, oneDNN 3.12 (in torch 2.13) writes out of bounds on machines with AVX2
+    but without AVX-512.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -49,10 +49,10 @@ class ResNet(nn.Module):
     """A 3x3 stem without pooling, then stages of basic blocks, each but the first at half the size and twice the width.
 
     Args:
-        blocks: of each stage; (3, 4, 6, 3) is ResNet-34.
+        blocks: number of blocks in each stage; (3, 4, 6, 3) is ResNet-34.
         width: channels of the first stage.
-        classes: outputs.
-        channels: of the image.
+        classes: number of outputs.
+        channels: channels of the image.
     """
 
     def __init__(self, blocks: Sequence[int], width: int = 64, classes: int = 10, channels: int = 3) -> None:
@@ -91,10 +91,10 @@ class DenseNet(nn.Module):
     """Dense blocks of bottlenecks (4 times the growth), between them transitions that halve channels and size.
 
     Args:
-        blocks: bottlenecks of each dense block; (6, 12, 24, 16) is DenseNet-121.
+        blocks: number of bottlenecks in each dense block; (6, 12, 24, 16) is DenseNet-121.
         growth: channels that each bottleneck adds.
-        classes: outputs.
-        channels: of the image.
+        classes: number of outputs.
+        channels: channels of the image.
     """
 
     def __init__(self, blocks: Sequence[int], growth: int = 32, classes: int = 10, channels: int = 3) -> None:
@@ -135,14 +135,14 @@ class _Layer(nn.Module):
 
 
 class CharTransformer(nn.Module):
-    """Predicts each next character: pre-norm, causal; the embedding is the output layer as well.
+    """Predicts each next character. Pre-norm and causal; the embedding is also the output layer.
 
     Args:
-        classes: characters.
-        context: the longest text it can see.
-        width: of the residual stream.
-        layers: how many.
-        heads: of the attention.
+        classes: number of different characters.
+        context: length of the longest text that it can see.
+        width: width of the residual stream.
+        layers: number of layers.
+        heads: number of attention heads.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class CharTransformer(nn.Module):
 
 
 class TwoConvTwoDense(nn.Module):
-    """DeepOBS's 2c2d, initialised as there: two convolutions of 5x5, each with pooling, and two dense layers."""
+    """DeepOBS's 2c2d, with its initialisation: two 5x5 convolutions, each with pooling, and two dense layers."""
 
     def __init__(self, classes: int = 10, channels: int = 1, size: int = 28) -> None:
         super().__init__()
@@ -187,9 +187,9 @@ class MLP(nn.Sequential):
     """Dense layers with an activation between them.
 
     Args:
-        inputs: numbers in.
-        outputs: numbers out.
-        widths: of the layers between.
+        inputs: number of inputs.
+        outputs: number of outputs.
+        widths: widths of the layers between.
         activation: relu or tanh.
     """
 
@@ -202,7 +202,7 @@ class MLP(nn.Sequential):
         for i, (n, m) in enumerate(pairwise(sizes)):
             layers += [kinds[activation]()] if i else []
             layers.append(nn.Linear(n, m))
-            # Variances stay as they are from layer to layer, also where there are many.
+            # The variance stays the same from layer to layer, however many there are.
             nn.init.xavier_normal_(layers[-1].weight, gain=nn.init.calculate_gain(activation) if i else 1.0)  # type: ignore[arg-type]
             nn.init.zeros_(layers[-1].bias)  # type: ignore[arg-type]
         super().__init__(*layers)
@@ -223,7 +223,7 @@ NAMES = tuple(_MODELS)
 
 
 def make(name: str, **options: Any) -> nn.Module:
-    """A network by name; what it is called with may be set otherwise.
+    """Make a network by name. Options replace its usual ones.
 
     >>> sum(p.numel() for p in make("resnet8", classes=10).parameters())
     78042

@@ -1,4 +1,4 @@
-"""Any optimizer by its import path, and what some need beside ``step()``."""
+"""Optimizers by import path, and training with those that need more than ``step()``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["Trainer", "check", "make"]
 
 
 def check(specs: Iterable[Spec]) -> None:
-    """Raise if a run cannot be begun, or its specification not be read again; before anything is written.
+    """Raise if a run cannot be started, or its specification cannot be read again, before anything is written.
 
-    Every optimizer is made once for each of its settings, for a network of its own.
+    Every optimizer is made once with each of its settings, for a small network.
     """
     checked = set()
     for spec in specs:
@@ -36,15 +36,15 @@ def check(specs: Iterable[Spec]) -> None:
         if settings not in checked:
             checked.add(settings)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what it has to say, it says in the run
+                warnings.simplefilter("ignore")  # it will warn again in the run
                 make(spec, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 
 
 def make(spec: Spec, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a run.
+    """Make the optimizer of a run.
 
-    One that takes a ``batch_size`` gets the protocol's, unless it is stated; one that takes a ``model`` first gets the
-    network in place of its parameters.
+    One that takes a ``batch_size`` gets the protocol's, unless the settings have one. One whose first argument is
+    ``model`` gets the network instead of its parameters.
     """
     cls = find_class(spec.optimizer_class)
     settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in spec.settings.items()}
@@ -57,28 +57,28 @@ def make(spec: Spec, model: nn.Module) -> torch.optim.Optimizer:
         meant = "".join(suggestion(key, taken) for key in settings if key not in taken)
         takes = f"It takes {', '.join(taken)}{meant}"
         raise ProtocolError(f"{spec.optimizer_class} with {settings}: {error}. {takes}") from error
-    except Exception as error:  # anything at all that an optimizer comes up with
+    except Exception as error:  # an optimizer may raise anything
         raise ProtocolError(f"{spec.optimizer_class} with {settings}: {_said(error)}") from error
 
 
 def find_class(path: str) -> Callable[..., torch.optim.Optimizer]:
-    """The optimizer at an import path. Its module is run by that, but nothing that is not an optimizer is called."""
+    """Import an optimizer by its path. That runs its module, but nothing is called that is not an optimizer."""
     module, _, name = path.rpartition(".")
     if not module:
         raise ProtocolError(f"{path!r} is not an import path; write it like 'torch.optim.RAdam'")
     try:
         found = importlib.import_module(module)
         cls = getattr(found, name, None)
-    except (Exception, SystemExit) as error:  # anything at all that a module comes up with
+    except (Exception, SystemExit) as error:  # a module may raise anything
         raise ProtocolError(
-            f"cannot import {path}: {_said(error)}. Install the package that has it; or, if it is a file of your own, "
-            "say where: PYTHONPATH=FOLDER adabayes ..."
+            f"cannot import {path}: {_said(error)}. Install the package that has it; or, if it is your own file, "
+            "name its folder: PYTHONPATH=FOLDER adabayes ..."
         ) from error
     if cls is None:
         others = [key for key, value in vars(found).items() if _is_optimizer(value)]
         raise ProtocolError(f"there is no {name} in {module}{suggestion(name, others)}")
     if not _is_optimizer(cls):
-        raise ProtocolError(f"{path} is no optimizer: it must be a class that is derived from torch.optim.Optimizer")
+        raise ProtocolError(f"{path} is not an optimizer: it must be a class derived from torch.optim.Optimizer")
     return cls  # type: ignore[no-any-return]
 
 
@@ -91,11 +91,11 @@ def _said(error: BaseException) -> str:
 
 
 class Trainer:
-    """How to train with an optimizer that needs more than ``step()``; for all others, nothing.
+    """Does what some optimizers need beside ``step()``.
 
-    Schedule-Free ones (``schedulefree``) have other weights for training than for testing, and are told which;
-    BatchNorm has not seen those for testing, so its statistics are taken anew. IVON draws the weights at which
-    gradients are taken.
+    Schedule-Free ones (``schedulefree``) use different weights for training and testing, and must be switched.
+    BatchNorm has not seen the weights for testing, so its statistics are computed again. IVON samples the weights at
+    which gradients are taken.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -103,7 +103,7 @@ class Trainer:
         self.switches = hasattr(optimizer, "train") and hasattr(optimizer, "eval")
 
     def state(self) -> dict[str, Any]:
-        """All that a checkpoint must hold; some count steps in attributes that their state dict does not have."""
+        """Return what a checkpoint must hold: the state dict, and attributes, in which some optimizers count steps."""
         plain = {k: v for k, v in vars(self.optimizer).items() if k[0] != "_" and isinstance(v, int | float | str)}
         return {"state_dict": self.optimizer.state_dict(), "attributes": plain}
 
@@ -121,7 +121,7 @@ class Trainer:
             self.optimizer.eval()  # type: ignore[attr-defined]
 
     def sampling(self) -> AbstractContextManager[Any]:
-        """For forward and backward passes."""
+        """Return the context for forward and backward passes."""
         if hasattr(self.optimizer, "sampled_params"):
             return self.optimizer.sampled_params(train=True)  # type: ignore[no-any-return]
         return nullcontext()

@@ -1,4 +1,4 @@
-"""Protocols: what is compared with what, as data; and the runs that follow."""
+"""Protocols: comparisons as data, and the runs that they consist of."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ else:
     import tomli as tomllib
 
 __all__ = [
+    "ANCHORS",
     "DASHES",
     "NAMES",
     "PROTOCOL",
@@ -39,31 +40,36 @@ __all__ = [
 ]  # fmt: skip
 
 NAMES = ("demo", "quick", "mini", "paper", "text")
-TRIAL_SEED = 1_000_003  # of trials, so that the seeds of a comparison are fresh
+TRIAL_SEED = 1_000_003  # of trials; comparisons have other seeds
 WORKLOADS = (
     "digits", "cifar10-mini", "fashion-2c2d", "fashion-autoencoder", "text", "shakespeare", "pinn", "flights",
 )  # fmt: skip
-_PACKAGED = (*NAMES, *(f"suite/{name}" for name in (*WORKLOADS, "rivals")))
+ANCHORS = ("nanogpt-cpu", "fmnist-2c2d")  # published experiments, to be run again
+_PACKAGED = (
+    *NAMES,
+    *(f"suite/{name}" for name in (*WORKLOADS, "rivals")),
+    *(f"anchors/{name}" for name in ANCHORS),
+)
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _MOST_SEEDS = 10_000
 
 
 class ProtocolError(ValueError):
-    """A protocol that cannot be run. The message names the entry and what is permitted."""
+    """A protocol that cannot be run. The message names the entry and the values that are permitted."""
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer by import path, its settings, those that differ for some models, and where to search for better."""
+    """An optimizer: its import path, its settings, those that differ for some models, and ranges to search."""
 
     name: str
     label: str
     path: str
     settings: dict[str, Any]
     of_models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    search: dict[str, tuple[float, float]] = field(default_factory=dict)  # ranges, to be searched in logarithms
-    schedule: dict[str, Any] | None = None  # in place of the protocol's
-    colour: tuple[str, str] | None = None  # of its line in figures, on light and on dark
+    search: dict[str, tuple[float, float]] = field(default_factory=dict)  # ranges, on a logarithmic scale
+    schedule: dict[str, Any] | None = None  # instead of the protocol's
+    colour: tuple[str, str] | None = None  # of its line in figures, on a light and on a dark background
     dash: str | None = None
 
     def settings_for(self, model: str) -> dict[str, Any]:
@@ -72,7 +78,7 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class Preset:
-    """A choice of optimizers that a report offers to show together; those that were not run are left out."""
+    """A choice of optimizers that a report can show together. Those that were not run are left out."""
 
     label: str
     optimizers: tuple[str, ...]
@@ -80,7 +86,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a run is computed, whatever it is."""
+    """How a run is computed."""
 
     device: str = "cpu"
     channels_last: bool = True
@@ -90,7 +96,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class Spec:
-    """One run, in full. Equal specifications give equal results."""
+    """The full specification of a run. Equal specifications give equal results."""
 
     dataset: str
     model: str
@@ -103,19 +109,19 @@ class Spec:
     batch_size: int
     test_batch_size: int
     schedule: dict[str, Any]
-    validation: float = 0.0  # share of the training data that is tested on in place of the test set
+    validation: float = 0.0  # share of the training data to test on, instead of the test set
     device: str = "cpu"
     channels_last: bool = True
     autocast: bool = False  # mixed precision, in bfloat16
     compile: bool = False
     data_options: dict[str, Any] = field(default_factory=dict)  # of the data set
     tests_per_epoch: int = 1
-    test_at_end: bool = False  # on the test set once, where the tests are on held-out training data
-    length: float = 1.0  # share of all steps that is trained, with a schedule as short as that
+    test_at_end: bool = False  # once on the test set, if all other tests are on held-out training data
+    length: float = 1.0  # share of all steps to train, with a schedule as short as that
 
     @property
     def identity(self) -> str:
-        """A hash of everything. Entries that version 0.1 did not have count where they are set."""
+        """Return a hash of all fields. Those that version 0.1 did not have count only if they are set."""
         said = asdict(self)
         defaults = {"data_options": {}, "tests_per_epoch": 1, "test_at_end": False, "length": 1.0}
         for name, default in defaults.items():
@@ -150,12 +156,13 @@ class Protocol:
     validation: float = 0.0
     tests_per_epoch: int = 1
     test_at_end: bool = False
-    published: dict[str, dict[str, dict[str, Sequence[float]]]] = field(default_factory=dict)  # error, loss
+    length: float = 1.0  # share of all steps to train
+    published: dict[str, dict[str, dict[str, Sequence[float | None]]]] = field(default_factory=dict)  # error, loss
     presets: dict[str, Preset] = field(default_factory=dict)
 
     @classmethod
     def restored(cls, entry: dict[str, Any]) -> Protocol:
-        """The protocol of which ``asdict`` gave this; it has been checked to be of the kind PROTOCOL."""
+        """Return the protocol that ``asdict`` made this entry from. It must be of the kind PROTOCOL."""
         optimizers = {name: OptimizerSpec(**of) for name, of in entry["optimizers"].items()}
         presets = {key: Preset(**preset) for key, preset in entry.get("presets", {}).items()}
         return cls(**{**entry, "optimizers": optimizers, "presets": presets})
@@ -168,7 +175,7 @@ class Protocol:
         seeds: int | None = None,
         epochs: int | None = None,
     ) -> Protocol:
-        """The same protocol for some of its optimizers, or other data sets, models, seeds and lengths."""
+        """Return the protocol with some of its optimizers, or other data sets, models, seeds or epochs."""
         for name in optimizers or ():
             _check_choice("optimizer", name, self.optimizers, f" in protocol {self.name}")
         if seeds is not None:
@@ -186,7 +193,7 @@ class Protocol:
         return protocol
 
     def panel(self, said: str) -> tuple[str, str]:
-        """The data set and the model, if there is one of each; else an error that begins with what was ``said``."""
+        """Return the data set and the model. Raise an error that begins with ``said`` if there are several."""
         if len(self.datasets) > 1 or len(self.models) > 1:
             raise ProtocolError(
                 f"{said}; protocol {self.name} has {', '.join(self.datasets)} and {', '.join(self.models)}: choose "
@@ -205,12 +212,12 @@ class Protocol:
                 raise ProtocolError(f"{self.name}: there are no {what}; there must be at least one")
             if len(set(entries)) < len(entries):
                 twice = next(entry for entry in entries if entries.count(entry) > 1)
-                raise ProtocolError(f"{self.name}: {twice!r} is twice among the {what}")
+                raise ProtocolError(f"{self.name}: {twice!r} occurs twice in {what}")
         for what in ("epochs", "batch_size", "test_batch_size", "validation"):
             _checked(self.name, _FILE[what], what, getattr(self, what))
 
     def runs(self, execution: Execution = Execution()) -> list[Spec]:  # noqa: B008  (frozen)
-        """What there is to do, seed by seed, so that a comparison is there early."""
+        """Return all runs, ordered by seed, so that there is something to compare early."""
         return [
             self.spec(dataset, model, self.optimizers[optimizer], seed, execution)
             for seed in self.seeds
@@ -243,6 +250,7 @@ class Protocol:
             data_options=self.data_options,
             tests_per_epoch=self.tests_per_epoch,
             test_at_end=self.test_at_end,
+            length=self.length,
             **asdict(execution),
         )
 
@@ -251,10 +259,12 @@ class Protocol:
 
 
 def lr_factor(schedule: Mapping[str, Any], progress: float) -> float:
-    """What learning rates are multiplied with when a share ``progress`` of all steps has been taken.
+    """Return the factor of the learning rate after a share ``progress`` of all steps.
 
     >>> [lr_factor({"kind": "step", "at": [0.75], "factor": 0.1}, epoch / 200) for epoch in (0, 149, 150)]
     [1.0, 1.0, 0.1]
+    >>> [lr_factor({"kind": "cosine", "warmup": 0.5, "final": 0.1}, progress) for progress in (0.25, 0.5, 1.0)]
+    [0.5, 1.0, 0.1]
     """
     if schedule["kind"] == "step":
         return float(schedule["factor"] ** sum(progress >= at for at in schedule["at"]))
@@ -262,43 +272,54 @@ def lr_factor(schedule: Mapping[str, Any], progress: float) -> float:
         warmup = schedule["warmup"]
         if progress < warmup:
             return progress / warmup  # type: ignore[no-any-return]
-        return (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
+        final = schedule.get("final", 0.0)
+        return final + (1 - final) * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2  # type: ignore[no-any-return]
     return 1.0
 
 
-# What is permitted
+# Permitted values
 
 _POSITIVE = schema.whole(1)
 _SHARE = schema.kind("a share, from 0 to below 1", lambda v: schema.is_number(v) and 0 <= v < 1)
-_SCHEDULES: dict[str, dict[str, Kind]] = {
-    "constant": {},
-    "step": {"at": schema.listed(_SHARE, "a list of at most 100 shares", 100), "factor": schema.number(0, 100)},
-    "cosine": {"warmup": _SHARE},
+_SCHEDULES: dict[str, tuple[dict[str, Kind], dict[str, Kind]]] = {  # required entries, optional ones
+    "constant": ({}, {}),
+    "step": ({"at": schema.listed(_SHARE, "a list of at most 100 shares", 100), "factor": schema.number(0, 100)}, {}),
+    "cosine": ({"warmup": _SHARE}, {"final": _SHARE}),
 }
 
 
 def _schedule(key: str, value: Any) -> None:
     entries: dict[str, Kind] = {"kind": schema.choice(*_SCHEDULES)}
     schema.table(entries, others=schema.ANYTHING, permitted="a table, like { kind = 'constant' }")(key, value)
-    schema.table(entries | _SCHEDULES[value["kind"]])(key, value)
+    required, optional = _SCHEDULES[value["kind"]]
+    schema.table(entries | required, optional)(key, value)
 
 
 def _presets(key: str, value: Any) -> None:
     schema.tables(_PRESET, "tables, like [presets.mine]", schema.NAME)(key, value)
     if two := schema.meeting(["all", "train", *value]):  # they become names of files
-        raise Misfit(f"{key} has {two[1]!r}, but {two[0]!r} is there already (all and train always are)")
+        raise Misfit(f"{key} has {two[1]!r}, but {two[0]!r} exists already (all and train always do)")
 
 
 _NAMES = schema.listed(schema.TEXT)
 _SETTINGS = schema.tables(schema.PLAIN)
 _DATA_OPTIONS = schema.table({}, {"examples": _POSITIVE, "augment": schema.FLAG})
 _COLOUR = schema.pair(
-    "two colours, on light and on dark, like ['#0072b2', '#7cc4f5']",
+    "two colours, for light and dark backgrounds, like ['#0072b2', '#7cc4f5']",
     lambda v: isinstance(v, str) and re.fullmatch("#[0-9a-fA-F]{6}", v) is not None,
 )
 _PRESET = schema.record(Preset, {"label": schema.LINE, "optimizers": _NAMES})
-_FIGURES = schema.pair(
-    "two numbers, an error in percent and a loss", lambda v: schema.is_number(v) and math.isfinite(v)
+
+
+def _is_figure(value: Any) -> bool:
+    return schema.is_number(value) and math.isfinite(value)
+
+
+_FIGURE = schema.kind("a number", _is_figure)
+_FIGURES = schema.either(
+    "two numbers, an error in percent and a loss, or a table of one of them, like { loss = 1.88 }",
+    schema.pair("two numbers", _is_figure),
+    schema.table({}, {"error": _FIGURE, "loss": _FIGURE}),
 )
 _RANGE = schema.pair(
     "two numbers, the lower one above 0 and first",
@@ -306,7 +327,7 @@ _RANGE = schema.pair(
     lambda low, high: low < high,
 )
 
-# The entries of an optimizer, where all others are settings, and of a file.
+# The entries of an optimizer (all others are its settings), and those of a file.
 _ENTRIES: dict[str, Kind] = {
     "label": schema.LINE,
     "class": schema.kind(
@@ -336,6 +357,7 @@ _FILE: dict[str, Kind] = {
     "validation": _SHARE,
     "tests_per_epoch": _POSITIVE,
     "test_at_end": schema.FLAG,
+    "length": schema.kind("a share, above 0 and at most 1", lambda v: schema.is_number(v) and 0 < v <= 1),
     "schedule": _schedule,
     "model_options": _SETTINGS,
     "data_options": _DATA_OPTIONS,
@@ -346,8 +368,9 @@ _FILE: dict[str, Kind] = {
     ),
 }
 
-# Dataclasses as JSON: read so that nothing goes wrong, and no stricter, for earlier versions permitted more.
+# Dataclasses as JSON. They are checked only as far as needed, because earlier versions permitted more.
 _KNOWN_SCHEDULE = schema.table({"kind": schema.TEXT}, others=schema.PLAIN)
+_KNOWN_FIGURES = schema.pair("two numbers or nulls", lambda v: v is None or _is_figure(v))
 _SPEC_FIELDS = schema.record(
     Spec,
     {
@@ -395,6 +418,7 @@ PROTOCOL = schema.record(
         "seeds": schema.listed(schema.INTEGER),
         "optimizers": schema.tables(_OPTIMIZER),
         "schedule": _KNOWN_SCHEDULE,
+        "published": schema.tables(schema.tables(schema.tables(_KNOWN_FIGURES))),
     },
 )
 
@@ -410,9 +434,11 @@ SPEC: Kind = _spec
 
 # Files
 
-# Entries that make another experiment, to which published figures do not belong.
-_DIFFERENT = {"datasets", "models", "epochs", "batch_size", "schedule", "model_options", "data_options", "validation"}
-_SHOWN = {"label", "colour", "dash", "search"}  # entries that leave an optimizer's results as they were
+# Entries that change the experiment, so that published figures no longer apply.
+_DIFFERENT = {
+    "datasets", "models", "epochs", "length", "batch_size", "schedule", "model_options", "data_options", "validation",
+}  # fmt: skip
+_SHOWN = {"label", "colour", "dash", "search"}  # entries that do not change an optimizer's results
 
 
 def check_workload(name: str) -> None:
@@ -421,13 +447,13 @@ def check_workload(name: str) -> None:
 
 
 def load(name: str | Path) -> Protocol:
-    """A protocol by its name, or from a TOML file."""
+    """Load a protocol by its name, or from a TOML file."""
     table = _read(name)
     stem = str(name).replace("/", "-") if str(name) in _PACKAGED else Path(name).stem
     _checked(name, schema.NAME, "the name of the file, which names a folder too,", stem)
     for key in ("datasets", "models", "epochs", "batch_size"):
         if key not in table:
-            raise ProtocolError(f"{name}: there is no {key}; state it, or extend another protocol: extends = 'quick'")
+            raise ProtocolError(f"{name}: there is no {key}; add it, or extend another protocol: extends = 'quick'")
     optimizers = {key: _optimizer(name, key, entry) for key, entry in table.get("optimizers", {}).items()}
     compare = table.get("compare", list(optimizers))
     for key in compare:
@@ -448,6 +474,10 @@ def load(name: str | Path) -> Protocol:
         "seeds": tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds),
         "test_batch_size": table.get("test_batch_size", table["batch_size"]),
         "optimizers": {key: optimizers[key] for key in compare},
+        "published": {
+            dataset: {model: {key: _figures(found) for key, found in of.items()} for model, of in of_models.items()}
+            for dataset, of_models in table.get("published", {}).items()
+        },
         "presets": {
             key: Preset(preset["label"], tuple(preset["optimizers"]))
             for key, preset in table.get("presets", {}).items()
@@ -458,8 +488,13 @@ def load(name: str | Path) -> Protocol:
     return protocol
 
 
+def _figures(found: Any) -> list[float | None]:
+    """Return a published error and loss. What was not published is None."""
+    return [found.get("error"), found.get("loss")] if isinstance(found, dict) else list(found)
+
+
 def _read(name: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A protocol's table, with that of the protocol that it extends below it."""
+    """Read a protocol's table, merged into that of the protocol that it extends."""
     if str(name) in _PACKAGED:
         text = (resources.files("adabayes.lab") / "protocols" / f"{name}.toml").read_bytes()
     else:
@@ -482,7 +517,7 @@ def _read(name: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     merged = {**base, **table, "optimizers": dict(base.get("optimizers", {}))}
     for key, entry in table.get("optimizers", {}).items():
         merged["optimizers"][key] = {**merged["optimizers"].get(key, {}), **entry}
-    if "published" not in table:  # the base's are of another experiment where this one differs
+    if "published" not in table:  # the base's figures apply only where the experiment is the same
         changed = {key for key, entry in table.get("optimizers", {}).items() if not _SHOWN.issuperset(entry)}
         same = {} if not _DIFFERENT.isdisjoint(table) else base.get("published", {})
         merged["published"] = {
@@ -499,7 +534,7 @@ def _text(path: Path) -> bytes:
         why = ""
     except OSError as error:
         why = f" ({error.strerror})"
-    known = f"there are {', '.join(NAMES)}, suite/WORKLOAD, or give a TOML file"
+    known = f"there are {', '.join(NAMES)}, suite/WORKLOAD, anchors/NAME, or give a TOML file"
     known += schema.suggestion(str(path), _PACKAGED)
     raise ProtocolError(f"no protocol {str(path)!r}{why}: {known}")
 

@@ -1,4 +1,4 @@
-"""Requests: what each command of the lab needs to know. :mod:`adabayes.cli` makes them from options."""
+"""Requests to the lab's commands. :mod:`adabayes.cli` makes them from options."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Choice:
-    """A protocol by name or file, and what is taken in place of its entries. None leaves them as they are."""
+    """A protocol by name or file, and replacements for its entries. None leaves an entry as it is."""
 
     protocol: str = "quick"
     datasets: tuple[str, ...] | None = None
     models: tuple[str, ...] | None = None
     optimizers: tuple[str, ...] | None = None
-    seeds: int | None = None  # how many
+    seeds: int | None = None  # their number
     epochs: int | None = None
-    validation: float | None = None  # share of the training data to test on in place of the test set
+    validation: float | None = None  # share of the training data to test on, instead of the test set
 
 
 @dataclass(frozen=True)
 class Training:
-    """How runs are trained. The first four are part of a run's specification; the others do not change results."""
+    """How runs are trained. The first four are part of a run's specification. The others do not change results."""
 
     device: str = "cpu"
     autocast: bool = False
@@ -47,11 +47,16 @@ class Training:
     checkpoint_seconds: float = 60.0
     tensorboard: bool = False
     data: Path | None = None  # the folder of data sets; None is the user's
+    threads: int | None = None  # of each run; None: one for a small network, else its share of the cores
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"--threads {self.threads}: a run has at least one thread")
 
 
 @dataclass(frozen=True)
 class Local:
-    """Runs on this machine, so many at a time."""
+    """Runs on this machine, ``jobs`` at a time."""
 
     jobs: int = 1
 
@@ -62,7 +67,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Ray:
-    """Runs on the Ray cluster at an address; None starts one here."""
+    """Runs on the Ray cluster at an address. None starts one on this machine."""
 
     address: str | None = None
     cpus: float = 1.0  # of each run
@@ -75,7 +80,7 @@ class Ray:
 
 @dataclass(frozen=True)
 class Reproduce:
-    """All runs of a protocol. ``command`` is what the user gave, to be given again."""
+    """All runs of a protocol. ``command`` is the user's command line, which resumes them."""
 
     choice: Choice
     command: str
@@ -86,7 +91,7 @@ class Reproduce:
 
 @dataclass(frozen=True)
 class Train:
-    """One run: the choice has one optimizer, data set and model. ``settings`` go before the protocol's."""
+    """One run: the choice has one optimizer, data set and model. ``settings`` replace the protocol's."""
 
     choice: Choice
     command: str
@@ -114,23 +119,28 @@ class Tune:
 
 @dataclass(frozen=True)
 class Suite:
-    """The suite, or some of it. ``records`` is a folder of records to make the page of; then nothing is trained."""
+    """The suite, or a part of it.
+
+    ``records`` is a folder of records to make the page from, and ``time_steps`` times the steps of records again. With
+    either, nothing is trained.
+    """
 
     command: str
     workloads: tuple[str, ...] | None = None
     optimizers: tuple[str, ...] | None = None
     budget: int = 10
-    seeds: int | None = None  # how many; None: the protocols'
+    seeds: int | None = None  # their number; None: the protocols'
     executor: Local | Ray = Local()
     checkpoint_seconds: float = 60.0
     data: Path | None = None
     out: Path = Path("out/suite")
     records: Path | None = None
+    time_steps: bool = False
 
 
 @dataclass(frozen=True)
 class Report:
-    """A page of the runs in a folder, there or in ``out``."""
+    """A page about the runs of a folder, written there or to ``out``."""
 
     folder: Path
     out: Path | None = None
@@ -153,14 +163,14 @@ class Runs:
 
 @dataclass(frozen=True)
 class DataList:
-    """A list of all data sets; ``data`` is their folder, None the user's."""
+    """A list of all data sets. ``data`` is their folder; None is the user's."""
 
     data: Path | None = None
 
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Data sets that come in files, and the folder they are in."""
+    """Data sets with files, and the folder of these."""
 
     names: tuple[str, ...]
     data: Path | None = None

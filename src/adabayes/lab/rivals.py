@@ -1,4 +1,4 @@
-"""Rivals that need more than an import path: Muon, which is for matrices alone."""
+"""Rivals that need more than an import path: Muon, which takes only matrices."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["MuonAdamW"]
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon for the matrices inside of a network, AdamW for all else, as Muon's author advises.
+    """Muon for the matrices inside a network and AdamW for the rest, as Muon's author advises.
 
-    Embeddings, the output layer (the last dense one), biases and norms go to AdamW; convolutions are matrices of
-    outputs times the rest. One learning rate serves both: Muon's updates are scaled to the size of AdamW's
+    Embeddings, the output layer (the last dense one), biases and norms go to AdamW. Convolutions are matrices of
+    outputs times the rest. Both have the same learning rate: Muon's updates are scaled to the size of AdamW's
     (``adjust_lr_fn="match_rms_adamw"``).
 
     Args:
-        model: the network, whose layers tell what is a matrix.
-        lr: of both.
-        weight_decay: of both.
-        betas: of AdamW.
-        momentum: of Muon.
+        model: the network, whose layers decide which weights are matrices.
+        lr: learning rate of both.
+        weight_decay: decoupled weight decay of both.
+        betas: AdamW's betas.
+        momentum: Muon's momentum.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class MuonAdamW(torch.optim.Optimizer):
         inside = {id(p) for p in matrices}
         others = [p for p in model.parameters() if id(p) not in inside]
         if not matrices or not others:
-            raise ValueError("this network has no matrices for Muon, or nothing but matrices; take Muon or AdamW alone")
-        # Muon takes matrices only, so it steps these, which hold the weights while it does.
+            raise ValueError("this network has no matrices for Muon, or nothing else; use AdamW or Muon alone")
+        # Muon takes only matrices, so it steps these, which share the weights' memory where they can.
         self._flat = [nn.Parameter(p.detach().flatten(1)) for p in matrices]
         self._muon = torch.optim.Muon(
             self._flat, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
@@ -55,11 +55,11 @@ class MuonAdamW(torch.optim.Optimizer):
         for p, flat in zip(inner["params"], self._flat):
             flat.data = p.detach().flatten(1)
             flat.grad = None if p.grad is None else p.grad.flatten(1)
-            self._muon.state[flat] = self.state[p]  # one dict, which is in our state dict
+            self._muon.state[flat] = self.state[p]  # the same dict, which is part of our state dict
         self._muon.param_groups[0].update({key: inner[key] for key in ("lr", "weight_decay")})
         self._muon.step()
         for p, flat in zip(inner["params"], self._flat):
-            if flat.data_ptr() != p.data_ptr():  # a convolution in channels_last layout is no matrix as it lies
+            if flat.data_ptr() != p.data_ptr():  # a convolution in channels_last layout, of which flat is a copy
                 p.copy_(flat.view_as(p))
         self._adamw.param_groups, self._adamw.state = [rest], self.state
         self._adamw.step()
@@ -68,7 +68,7 @@ class MuonAdamW(torch.optim.Optimizer):
 def _inner_matrices(model: nn.Module) -> list[Tensor]:
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.modules.conv._ConvNd)]
     dense = [m for m in layers if isinstance(m, nn.Linear)]
-    # A network with an embedding and no dense layer of its own behind it has bound its output to the embedding.
+    # A network with an embedding uses it as the output layer, too; then no dense layer is left out.
     bound = any(isinstance(m, nn.Embedding) for m in model.modules())
     last = dense[-1] if dense and not bound else None
     return [m.weight for m in layers if m is not last]

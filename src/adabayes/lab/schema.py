@@ -1,4 +1,4 @@
-"""What files may hold: protocols, and the JSON that runs leave.
+"""Checks of the content of files: protocols, and the JSON of runs.
 
 A kind is a function of a key and its value that raises :class:`Misfit` if the value is not permitted.
 """
@@ -23,16 +23,16 @@ __all__ = [
 
 Kind = Callable[[str, Any], None]
 
-_DEPTH = 20  # of tables and lists in one another
-_LARGEST = 1e100  # a number, so that sums and squares are finite too
+_DEPTH = 20  # of nested tables and lists
+_LARGEST = 1e100  # number, so that sums and squares are finite too
 
 
 class Misfit(ValueError):
-    """A value that is not permitted. The message names its key and what is permitted."""
+    """A value that is not permitted. The message names its key and the values that are."""
 
 
 def check(kind: Kind, value: Any) -> None:
-    """Raise :class:`Misfit` if what a file holds is not of a kind."""
+    """Raise :class:`Misfit` if the content of a file is not of a kind."""
     try:
         kind("", value)
     except RecursionError:
@@ -40,7 +40,7 @@ def check(kind: Kind, value: Any) -> None:
 
 
 def suggestion(name: str, choices: Iterable[str]) -> str:
-    """A question to end an error with, if one of the choices looks like what was meant.
+    """Return a question to end an error with, if one of the choices looks like the name that was meant.
 
     >>> suggestion("sgdd", ["sgd", "adam"])
     '. Did you mean sgd?'
@@ -79,7 +79,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether one can calculate with it; it may be inf or nan."""
+    """Return whether a value is a number; it may be inf or nan."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return abs(value) <= _LARGEST or (isinstance(value, float) and not math.isfinite(value))
@@ -104,7 +104,7 @@ def _anything(key: str, value: Any) -> None:
 
 
 def _plain(key: str, value: Any, depth: int = 0) -> None:
-    """JSON of which nothing is so deep or so large that it could not be written."""
+    """Check that a value is JSON that can be written: not too deep, and without numbers that are too large."""
     if depth > _DEPTH:
         raise Misfit(f"{key} is nested more than {_DEPTH} deep")
     if isinstance(value, dict):
@@ -161,7 +161,7 @@ def listed(item: Kind, permitted: str = "a list", most: int | None = None) -> Ki
 
 def _are_numbers(value: Any) -> bool:
     try:
-        return isinstance(value, list) and len(array("d", value)) == len(value)  # a million of them in no time
+        return isinstance(value, list) and len(array("d", value)) == len(value)  # fast also for a million
     except (TypeError, OverflowError):
         return False
 
@@ -172,14 +172,14 @@ NUMBERS = kind("a list of numbers", _are_numbers)
 def pair(
     permitted: str, admits: Callable[[Any], bool], both: Callable[[Any, Any], bool] = lambda first, second: True
 ) -> Kind:
-    """Two values, each for itself and, with ``both``, together."""
+    """Return the kind of two values, each of which is admitted and, with ``both``, also the two together."""
     return kind(
         permitted, lambda v: isinstance(v, list | tuple) and len(v) == 2 and all(map(admits, v)) and both(v[0], v[1])
     )
 
 
 def tables(entry: Kind, permitted: str = "a table", names: Kind = ANYTHING) -> Kind:
-    """Entries of one kind under any names, or names of one kind."""
+    """Return the kind of a table whose entries are of one kind, and also their ``names``."""
     is_table = kind(permitted, lambda v: isinstance(v, dict))
 
     def check(key: str, value: Any) -> None:
@@ -197,7 +197,7 @@ def table(
     others: Kind | None = None,
     permitted: str = "a table",
 ) -> Kind:
-    """Entries that there must be, that there may be, and, if there is a kind for ``others``, any more."""
+    """Return the kind of a table with required and optional entries and, if they have a kind, others."""
     is_table = kind(permitted, lambda v: isinstance(v, dict))
     known = {**required, **optional}
 
@@ -217,14 +217,14 @@ def table(
 
 
 def record(cls: Any, kinds: Mapping[str, Kind]) -> Kind:
-    """A dataclass as a table. Each of its fields has a kind; those that have a default may be missing."""
+    """Return the kind of a dataclass as a table. Fields that have a default are optional."""
     required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
     optional = [f.name for f in fields(cls) if f.name not in required]
     return table({name: kinds[name] for name in required}, {name: kinds[name] for name in optional})
 
 
 def meeting(names: Iterable[str]) -> tuple[str, str] | None:
-    """Two names that are the same file on a system that does not tell apart case or ways to write an accent."""
+    """Return two names, if there are any, that some systems take for one: they ignore case or forms of accents."""
     seen: dict[str, str] = {}
     for name in names:
         key = unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
@@ -250,6 +250,6 @@ def _below(key: str, name: Any) -> str:
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # thousands of digits, or of lists in one another
-        return "too much to be shown"
+    except (ValueError, RecursionError):  # thousands of digits, or of nested lists
+        return "too long to show"
     return text if len(text) <= 80 else f"{text[:77]}..."

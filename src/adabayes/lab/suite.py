@@ -1,14 +1,14 @@
-"""The suite: several workloads, the same effort for every optimizer, and what came out of it.
+"""The suite: several workloads, with the same effort for every optimizer, and its results.
 
 The rules. On each workload every optimizer gets the same number of trials: its own settings first, then the same
 quasi-random points of its search space, all with one seed, judged by the validation loss at the end of training. The
-settings that win are run with fresh seeds; these have the same initial weights and batches for all optimizers. They are
-tested on held-out training data as they go, and on the test set once, at the end.
+settings that win are run with fresh seeds, which give all optimizers the same initial weights and batches. These runs
+are tested on held-out training data as they train, and once on the test set, at the end.
 
-The target of a workload is the validation loss that tuned AdamW has at the end, as a mean over seeds. How much training
-takes an optimizer there is found with shorter schedules: the winners are trained with 0.2 to 0.8 of the steps, and the
-shortest schedule that ends at the target, as a mean over seeds, counts. Its seconds are its steps times the time of a
-step, which is measured for all optimizers in turn when nothing else runs.
+The target of a workload is the final validation loss of tuned AdamW, as a mean over seeds. Shorter schedules show how
+much training an optimizer needs to reach it: the winners are trained with 0.2 to 0.8 of the steps, and the shortest
+schedule that ends at the target, as a mean over seeds, counts. Its seconds are its steps times the time of a step,
+which is measured for all optimizers in turn on a machine that does nothing else.
 
 "Better" means: the paired difference in final test loss to AdamW, over seeds, is below zero by Student's t-test at 5 %
 after Holm's correction for all comparisons of the suite.
@@ -19,11 +19,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from adabayes.lab.differences import REFERENCE, Difference, paired
 from adabayes.lab.protocol import TRIAL_SEED, WORKLOADS, Protocol, ProtocolError, Spec
 from adabayes.lab.run.folder import folder_of, write_atomically
 
@@ -54,28 +56,27 @@ __all__ = [
 ]
 
 BUDGET = 10  # trials of each optimizer
-REFERENCE = "adamw"  # whose loss is the target
 LENGTHS = (0.2, 0.3, 0.4, 0.5, 0.65, 0.8)  # of schedules that are tried for the target, beside whole ones
-WITHIN = 1.05  # of the best loss: the band of learning rates that is good enough
+WITHIN = 1.05  # times the best loss: learning rates up to there are good enough
 
 
 def name_of(protocol: Protocol) -> str:
-    """The name of a workload, without that of the suite."""
+    """Return the name of a workload, without the suite's."""
     return protocol.name.removeprefix("suite-")
 
 
-# What is run
+# Runs
 
 
 def trials(protocol: Protocol, budget: int) -> list[Spec]:
-    """All trials of all optimizers, in turn, so that a search that is stopped early is fair as well."""
+    """Return all trials of all optimizers, taking turns, so that a search that is stopped early is also fair."""
     from scipy.stats import qmc
 
     if budget < 1:
         raise ProtocolError(f"--budget {budget}: there must be at least one trial of each optimizer")
     protocol = replace(protocol, test_at_end=False)
     dataset, model = protocol.panel("a workload has one data set and one model")
-    # The same points for all who search as many settings; a larger budget has the same ones first.
+    # The same points for all that search as many settings; a larger budget begins with the same ones.
     sizes = {len(optimizer.search) for optimizer in protocol.optimizers.values()}
     points = {size: qmc.Halton(size, scramble=True, seed=0).random(budget - 1) for size in sizes}
     found = []
@@ -92,7 +93,7 @@ def trials(protocol: Protocol, budget: int) -> list[Spec]:
 
 
 def finals(protocol: Protocol, chosen: Mapping[str, Mapping[str, Any]], length: float = 1.0) -> list[Spec]:
-    """Runs with the settings that were chosen for each optimizer, seed by seed."""
+    """Return the runs with the settings chosen for each optimizer, ordered by seed."""
     dataset, model = protocol.panel("a workload has one data set and one model")
     specs = [
         protocol.spec(dataset, model, replace(protocol.optimizers[name], settings=dict(settings), of_models={}), seed)
@@ -103,11 +104,11 @@ def finals(protocol: Protocol, chosen: Mapping[str, Mapping[str, Any]], length: 
 
 
 def shorter(protocol: Protocol, record: Record) -> list[Spec]:
-    """Runs with the length of schedule that each optimizer is to try next, halving what is open; none in the end."""
+    """Return the runs with the schedule that each optimizer is to try next, by bisection; none at the end."""
     found = []
     for name in protocol.optimizers:
         ends = _reaches(record, name)
-        if not ends.get(1.0):  # it does not even get there with a whole one
+        if not ends.get(1.0):  # not even the whole schedule reaches the target
             continue
         failed = max((length for length, reaches in ends.items() if not reaches), default=0.0)
         open_ones = [n for n in LENGTHS if failed < n < min(n for n, reaches in ends.items() if reaches)]
@@ -116,12 +117,12 @@ def shorter(protocol: Protocol, record: Record) -> list[Spec]:
     return found
 
 
-# What came out
+# Records
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial, and its validation loss at the end; None where it diverged or is not done."""
+    """A trial and its final validation loss, which is None if it diverged or is not done."""
 
     run: str  # the identity of its specification
     optimizer: str
@@ -132,7 +133,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Final:
-    """A run of the comparison. The curve has the step and the validation loss of each test."""
+    """A run of the comparison. The curve has a step and a validation loss for each test."""
 
     run: str  # the identity of its specification
     optimizer: str
@@ -147,14 +148,14 @@ class Final:
 
 @dataclass(frozen=True)
 class Record:
-    """All that is known of a workload, as it is kept in ``evidence/NAME.json``."""
+    """The results of a workload, as in ``evidence/NAME.json``."""
 
     name: str
     description: str
     error: str  # the name of the error, with its unit
     steps: int
     labels: dict[str, str]
-    styles: dict[str, list[str]]  # colours on light and on dark, and the kind of line
+    styles: dict[str, list[str]]  # colours on light and dark backgrounds, and the kind of line
     trials: list[Trial]
     chosen: dict[str, dict[str, Any]]
     finals: list[Final]
@@ -162,12 +163,12 @@ class Record:
     environment: dict[str, Any]
 
     def runs(self, optimizer: str, length: float = 1.0) -> list[Final]:
-        """The runs of an optimizer with such a schedule that are done, by seed."""
+        """Return the finished runs of an optimizer with a schedule of this length, ordered by seed."""
         found = (r for r in self.finals if (r.optimizer, r.length, r.status) == (optimizer, length, "done"))
         return sorted(found, key=lambda r: r.seed)
 
     def ended(self) -> dict[str, Trial | Final]:
-        """All runs that are done or have diverged, by the identities of their specifications."""
+        """Return all runs that are done or have diverged, by the identities of their specifications."""
         runs: list[Trial | Final] = [*self.trials, *self.finals]
         return {run.run: run for run in runs if run.status in ("done", "diverged")}
 
@@ -194,15 +195,15 @@ class Record:
 
 
 def read(folder: Path) -> list[Record]:
-    """All records of a folder, in the order of the suite."""
+    """Read all records of a folder, in the order of the suite."""
     found = {path.stem: Record.read(path) for path in sorted(folder.glob("*.json"))}
     if not found:
-        raise ProtocolError(f"there are no records in {folder}; give what was --out of adabayes suite, or evidence")
+        raise ProtocolError(f"there are no records in {folder}; name the --out of adabayes suite, or evidence")
     return [found[name] for name in sorted(found, key=lambda n: (n not in WORKLOADS, [*WORKLOADS, n].index(n)))]
 
 
 def best_of(tried: Iterable[Trial]) -> dict[str, dict[str, Any]]:
-    """The settings of each optimizer whose trial ended with the lowest validation loss; none where all diverged."""
+    """Return each optimizer's settings with the lowest final validation loss; none if all its trials diverged."""
     best: dict[str, tuple[float, dict[str, Any]]] = {}
     for trial in tried:
         if trial.loss is not None and trial.loss < best.get(trial.optimizer, (math.inf,))[0]:
@@ -210,21 +211,40 @@ def best_of(tried: Iterable[Trial]) -> dict[str, dict[str, Any]]:
     return {name: settings for name, (_, settings) in best.items()}
 
 
-def collect(protocol: Protocol, budget: int, error: str, out: Path, before: Record | None = None) -> Record:
-    """Read all that a workload's runs have left in ``out``; of runs that are not there, what an earlier record knows.
+def collect(
+    asked: Protocol, budget: int, error: str, out: Path, before: Record | None = None, whole: Protocol | None = None
+) -> Record:
+    """Read the runs of a workload that are in ``out``.
 
-    So a record is enough to go on from, on another machine too.
+    An earlier record adds the runs that it has and ``out`` has not, so it is enough to go on from, on another machine
+    too. It also keeps optimizers, trials and seeds that are not asked for now; ``whole`` is the protocol that has them.
     """
     known = before.ended() if before else {}
-    tried = [_known(spec, known, Trial) or _trial_of(spec, out) for spec in trials(protocol, budget)]
+    kept = {t.run for t in before.trials} | {f.run for f in before.finals} if before else set()
+    names = {*asked.optimizers, *(before.labels if before else ())}
+    protocol = replace(asked, optimizers={k: o for k, o in (whole or asked).optimizers.items() if k in names})
+    counts = Counter(trial.optimizer for trial in before.trials) if before else Counter()
+
+    def belongs(spec: Spec, is_asked: bool) -> bool:
+        return (is_asked and spec.optimizer in asked.optimizers) or spec.identity in kept
+
+    first = {spec.identity for spec in trials(protocol, budget)}
+    all_trials = trials(protocol, max(budget, *counts.values(), 1))
+    tried = [
+        _known(spec, known, Trial) or _trial_of(spec, out)
+        for spec in all_trials
+        if belongs(spec, spec.identity in first)
+    ]
     best = best_of(tried)
     chosen = {name: best[name] for name in protocol.optimizers if name in best}
-    asked = finals(protocol, chosen)
+    seeds = dict.fromkeys((*asked.seeds, *sorted(run.seed for run in (before.finals if before else ()))))
+    protocol = replace(protocol, seeds=tuple(seeds))
+    full = [spec for spec in finals(protocol, chosen) if belongs(spec, spec.seed in asked.seeds)]
     short = [spec for length in LENGTHS for spec in finals(protocol, chosen, length)]
     short = [spec for spec in short if spec.identity in known or folder_of(spec, out).status() in ("done", "diverged")]
-    runs = [_known(spec, known, Final) or final_of(spec, out) for spec in (*asked, *short)]
-    started = next((starts for spec in asked if (starts := folder_of(spec, out).read("environment.json"))), None)
-    kept = ("adabayes", "torch", "python", "processor", "threads", "commit")
+    runs = [_known(spec, known, Final) or final_of(spec, out) for spec in (*full, *short)]
+    started = next((starts for spec in full if (starts := folder_of(spec, out).read("environment.json"))), None)
+    noted = ("adabayes", "torch", "python", "processor", "threads", "commit")
     return Record(
         name=name_of(protocol),
         description=protocol.description,
@@ -239,7 +259,7 @@ def collect(protocol: Protocol, budget: int, error: str, out: Path, before: Reco
         chosen=chosen,
         finals=runs,
         step_seconds=before.step_seconds if before else {},
-        environment={key: started[-1].get(key) for key in kept} if started else before.environment if before else {},
+        environment={key: started[-1].get(key) for key in noted} if started else before.environment if before else {},
     )
 
 
@@ -249,7 +269,7 @@ def _known(spec: Spec, known: Mapping[str, Trial | Final], kind: type[Any]) -> A
 
 
 def sentence(protocol: Protocol, specs: Sequence[Spec], out: Path) -> str | None:
-    """Say in a sentence what one sees in a comparison with AdamW on one task; None where there is nothing to say."""
+    """Return a sentence that compares the best optimizer with AdamW on one task; None if that is not possible."""
     if len({(spec.dataset, spec.model) for spec in specs}) > 1:
         return None
     runs = [final_of(spec, out) for spec in specs]
@@ -281,7 +301,7 @@ def _trial_of(spec: Spec, out: Path) -> Trial:
 
 
 def final_of(spec: Spec, out: Path) -> Final:
-    """Read what a run of the comparison has left in ``out``."""
+    """Read a run of the comparison from ``out``."""
     folder = folder_of(spec, out)
     rows = folder.metrics()
     result = folder.read("result.json") or {}
@@ -305,7 +325,7 @@ def final_of(spec: Spec, out: Path) -> Final:
 
 
 def _compact(content: dict[str, Any]) -> str:
-    """JSON with a line for each trial and run, so that differences between versions can be read."""
+    """Return JSON with a line for each trial and run, so that differences between versions are readable."""
     lines = []
     for key, value in content.items():
         if isinstance(value, list):
@@ -316,12 +336,12 @@ def _compact(content: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-# What it shows
+# Measures
 
 
 @dataclass(frozen=True)
 class Reached:
-    """How much training takes an optimizer to the target, as shares of AdamW's; None where it is not reached."""
+    """The training that an optimizer needs to reach the target, as shares of AdamW's; None if it does not."""
 
     share_of_steps: float | None  # with the shortest schedule that ends there
     share_of_seconds: float | None
@@ -329,18 +349,18 @@ class Reached:
 
 
 def target(record: Record) -> float | None:
-    """The validation loss that tuned AdamW has at the end, as a mean over seeds."""
+    """Return the final validation loss of tuned AdamW, as a mean over seeds."""
     losses = [run.loss for run in record.runs(REFERENCE) if run.loss is not None]
     return statistics.fmean(losses) if losses else None
 
 
 def _reaches(record: Record, optimizer: str) -> dict[float, bool]:
-    """Whether schedules of each length that was tried end at the target, as a mean over seeds."""
+    """Return, for each length of schedule that was tried, whether it ends at the target, as a mean over seeds."""
     goal, found = target(record), {}
     for length in (1.0, *LENGTHS):
         ran = [run for run in record.finals if (run.optimizer, run.length) == (optimizer, length)]
         losses = [run.loss for run in ran if run.loss is not None]
-        if goal is not None and ran:  # a seed that diverges does not get there
+        if goal is not None and ran:  # a seed that diverges does not reach it
             found[length] = len(losses) == len(ran) and statistics.fmean(losses) <= goal
     return found
 
@@ -355,7 +375,7 @@ def _within(record: Record, optimizer: str) -> float | None:
 
 
 def reached(record: Record, optimizer: str) -> Reached | None:
-    """When an optimizer is at the target. None where nothing can be said yet."""
+    """Return how much training an optimizer needs to reach the target; None if that is not known yet."""
     ends = _reaches(record, optimizer)
     if not ends:
         return None
@@ -367,16 +387,16 @@ def reached(record: Record, optimizer: str) -> Reached | None:
 
 
 def geometric_mean(values: Sequence[float | None]) -> float | None:
-    """None where one of the values is: a target that is not reached has no time."""
+    """Return the geometric mean; None if a value is None, because a target that is not reached has no time."""
     if not values or any(value is None for value in values):
         return None
     return math.exp(statistics.fmean(math.log(value) for value in values if value is not None))
 
 
 def profile(records: Sequence[Record], clock: str) -> dict[str, list[tuple[float, float]]]:
-    """Performance profiles: for each optimizer, points (factor, share of workloads).
+    """Return performance profiles: for each optimizer, points (factor, share of workloads).
 
-    The share of workloads on which it reaches the target within that factor of the fastest, by ``steps`` or
+    That is the share of workloads on which it reaches the target within that factor of the fastest, by ``steps`` or
     ``seconds``.
     """
     times: dict[str, list[float]] = {}
@@ -395,7 +415,7 @@ def profile(records: Sequence[Record], clock: str) -> dict[str, list[tuple[float
 
 
 def band(record: Record, optimizer: str) -> tuple[float, float] | None:
-    """The lowest and the highest learning rate of trials within 5 % of the optimizer's best validation loss."""
+    """Return the lowest and the highest learning rate of trials within 5 % of the optimizer's best loss."""
     found = [(t.settings["lr"], t.loss) for t in record.trials if t.optimizer == optimizer and t.loss is not None]
     if not found:
         return None
@@ -406,47 +426,37 @@ def band(record: Record, optimizer: str) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An optimizer against AdamW on a workload: the paired difference in final test loss."""
+    """An optimizer compared with AdamW on a workload: the paired difference in final test loss."""
 
     workload: str
     optimizer: str
-    difference: float
-    low: float  # of a 95 % interval
-    high: float
-    p: float  # two-sided, corrected for all comparisons of the suite
+    difference: Difference  # whose p is corrected for all comparisons of the suite
 
     @property
     def verdict(self) -> str:
-        if self.p >= 0.05:
+        if self.difference.p >= 0.05:
             return "no difference shown"
-        return "better" if self.difference < 0 else "worse"
+        return "better" if self.difference.mean < 0 else "worse"
 
 
 def comparisons(records: Sequence[Record]) -> list[Comparison]:
-    """Every optimizer against AdamW on every workload, where there are at least two seeds of both."""
-    from scipy import stats
-
-    found = []
+    """Compare every optimizer with AdamW on every workload where both have at least two seeds in common."""
+    found: list[Comparison] = []
     for record in records:
-        reference = {run.seed: run.test_loss for run in record.runs(REFERENCE)}
-        for name in record.labels:
-            pairs = [(run.test_loss, reference.get(run.seed)) for run in record.runs(name)]
-            differences = [a - b for a, b in pairs if a is not None and b is not None]
-            if name == REFERENCE or len(differences) < 2:
-                continue
-            mean = statistics.fmean(differences)
-            error = statistics.stdev(differences) / len(differences) ** 0.5
-            half = float(stats.t.ppf(0.975, len(differences) - 1)) * error
-            p = float(2 * stats.t.sf(abs(mean) / error, len(differences) - 1)) if error else float(mean == 0)
-            found.append(Comparison(record.name, name, mean, mean - half, mean + half, p))
+        losses = {name: {run.seed: run.test_loss for run in record.runs(name)} for name in (REFERENCE, *record.labels)}
+        found += [
+            Comparison(record.name, name, difference)
+            for name in record.labels
+            if name != REFERENCE and (difference := paired(losses[name], losses[REFERENCE]))
+        ]
     return _holm(found)
 
 
 def _holm(found: list[Comparison]) -> list[Comparison]:
-    """Holm's correction: the k-th smallest of n is multiplied by n - k + 1, and none is below the one before."""
+    """Apply Holm's correction: multiply the k-th smallest of n by n - k + 1, and let none be below the one before."""
     worst = 0.0
     corrected: dict[tuple[str, str], float] = {}
-    for k, one in enumerate(sorted(found, key=lambda c: c.p)):
-        worst = max(worst, min(1.0, one.p * (len(found) - k)))
+    for k, one in enumerate(sorted(found, key=lambda c: c.difference.p)):
+        worst = max(worst, min(1.0, one.difference.p * (len(found) - k)))
         corrected[one.workload, one.optimizer] = worst
-    return [replace(one, p=corrected[one.workload, one.optimizer]) for one in found]
+    return [replace(one, difference=replace(one.difference, p=corrected[one.workload, one.optimizer])) for one in found]

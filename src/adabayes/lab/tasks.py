@@ -1,7 +1,6 @@
-"""Tasks: which loss a network is trained by, and which error is reported beside it.
+"""Tasks: the loss that a network is trained with, and the error that is reported beside it.
 
-A data set says what is asked of a network by the task that it carries. Sums over examples, and not means, are what
-batches and processes have to add up.
+Each data set has a task. Errors are computed from sums over examples, which batches and processes can add up.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Network = Callable[[Tensor], Tensor]
 
 
 class Task(Protocol):
-    """A loss, and an error that people understand. Each is lower for a better network."""
+    """A loss, and an error that is easy to interpret. Both are lower for a better network."""
 
     @property
     def error(self) -> str:
@@ -34,15 +33,15 @@ class Task(Protocol):
         """Count the targets that the mean is over."""
 
     def sums(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return what the error is computed from, summed over targets: a vector."""
+        """Return the sums over targets that the error is computed from, as a vector."""
 
     def value(self, sums: Sequence[float], count: int) -> float:
-        """Return the error, from these sums over ``count`` targets."""
+        """Return the error, given these sums over ``count`` targets."""
 
 
 @dataclass(frozen=True)
 class Classification:
-    """Which of several classes: cross-entropy, and the share that is wrong. Of text, each next character."""
+    """Predicts one of several classes, or each next character of a text: cross-entropy, and the share that is wrong."""
 
     error: str = "error %"
 
@@ -62,11 +61,11 @@ class Classification:
 
 @dataclass(frozen=True)
 class Regression:
-    """A number: squared error, and its root in the target's own unit.
+    """Predicts a number: squared error, and its root in the target's unit.
 
     Args:
-        unit: of the target.
-        scale: by which the target was divided, so that its variance is about one.
+        unit: unit of the target.
+        scale: number by which the target was divided, so that its variance is about one.
     """
 
     unit: str
@@ -92,7 +91,7 @@ class Regression:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """The input itself, numbers from 0 to 1: cross-entropy of each, summed, and the root mean square error."""
+    """Predicts the input itself, numbers from 0 to 1: the sum of their cross-entropies, and the RMS error."""
 
     error: str = "RMSE"
 
@@ -112,14 +111,14 @@ class Reconstruction:
 
 @dataclass(frozen=True)
 class Poisson:
-    r"""A network that is itself the solution of :math:`-\Delta u = f`, with u = 0 on the boundary.
+    r"""Solves :math:`-\Delta u = f`, with u = 0 on the boundary: the network is the solution.
 
-    The loss is the squared residual of the equation inside, and of the boundary condition at its edge, with
+    The loss is the squared residual of the equation inside, and of the boundary condition at the boundary, with
     derivatives by automatic differentiation. The error is that of the solution, relative to its norm.
 
     Args:
         boundary: weight of the squared boundary condition.
-        scale: mean of f², by which all is divided: a network that is zero has a loss of about one.
+        scale: mean of f², by which the loss is divided, so that a network that is zero has a loss of about one.
     """
 
     boundary: float = 100.0

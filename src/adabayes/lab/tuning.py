@@ -1,4 +1,4 @@
-"""Fair tuning: as many trials for every optimizer, over its own search space, judged on a validation split."""
+"""Fair tuning: the same number of trials for every optimizer, over its own search space, judged on validation data."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ try:
 
     from adabayes.lab import journal
 except ImportError as error:
-    raise ImportError("tuning needs optuna and tomli-w: pip install '.[lab]' in the folder of AdaBayes") from error
+    raise ImportError("tuning needs Optuna and tomli-w: pip install '.[lab]' in the folder of AdaBayes") from error
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["Search", "check", "plot", "searches", "table", "tune", "write_protocol"]
 
-VALIDATION = 0.1  # of the training data, where the protocol does not say
-WORST = 100.0  # percent: what a run that diverges is worth
+VALIDATION = 0.1  # share of the training data, unless the protocol has one
+WORST = 100.0  # percent: the error of a run that diverges
 _JOURNAL = "tune.journal"
 
 
 @dataclass(frozen=True)
 class Search:
-    """What is known of one optimizer: its trials in order."""
+    """The trials of one optimizer, in order."""
 
     optimizer: OptimizerSpec
     trials: tuple[FrozenTrial, ...]
 
     @property
     def finished(self) -> list[FrozenTrial]:
-        """Those that count against the budget: not those that failed or were broken off, which are run again."""
+        """The trials that count against the budget. Those that failed or were interrupted are run again."""
         return [t for t in self.trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
 
     @property
@@ -68,10 +68,11 @@ def tune(
     stop: sweep.Stop,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     execution: Execution = Execution(),  # noqa: B008  (frozen)
+    threads: int | None = None,
 ) -> list[sweep.Outcome]:
-    """Give every optimizer ``budget`` trials, the first with the protocol's own settings; goes on where it was.
+    """Give every optimizer ``budget`` trials, the first with the protocol's own settings, and return those that failed.
 
-    What failed is returned: after a failure, an optimizer gets no more trials for now.
+    Trials that are done count. After a failure, an optimizer gets no more trials for now.
     """
     check(protocol)
     out.mkdir(parents=True, exist_ok=True)
@@ -84,7 +85,7 @@ def tune(
         studies = {name: _study(storage, protocol, optimizer) for name, optimizer in protocol.optimizers.items()}
         points = {name: _points(protocol, optimizer) for name, optimizer in protocol.optimizers.items()}
         display.finished = sum(len(search.finished) for search in searches(protocol, out))
-        for i in range(budget):  # in turn, so that a search that is stopped early is fair as well
+        for i in range(budget):  # taking turns, so that a search that is stopped early is also fair
             for name, optimizer in protocol.optimizers.items():
                 if name not in failures and len(Search(optimizer, tuple(studies[name].trials)).finished) <= i:
                     outcome = _trial(
@@ -96,7 +97,7 @@ def tune(
                         whole,
                         display,
                         stop,
-                        checkpoint_seconds,
+                        sweep.Options(checkpoint_seconds=checkpoint_seconds, threads=threads),
                         execution,
                     )
                     if outcome.status not in ("done", "diverged", "pruned"):
@@ -111,22 +112,22 @@ def check(protocol: Protocol) -> None:
     for optimizer in protocol.optimizers.values():
         if not optimizer.search:
             raise ProtocolError(
-                f"[optimizers.{optimizer.name}] has nothing to search; add a line like search = {{ lr = [1e-4, 1e-1] }}"
+                f"[optimizers.{optimizer.name}] has no search; add a line like search = {{ lr = [1e-4, 1e-1] }}"
             )
         own = optimizer.settings_for(model)
         for key, (low, high) in optimizer.search.items():
             value = own.get(key, low)
             if not (schema.is_number(value) and low <= value <= high):
                 raise ProtocolError(
-                    f"[optimizers.{optimizer.name}] has {key} = {value}, which is outside of its search, {low} to "
-                    f"{high}; widen it, or leave {key} out of it"
+                    f"[optimizers.{optimizer.name}] has {key} = {value}, which is outside its search range, {low} to "
+                    f"{high}; widen the range, or remove {key} from the search"
                 )
         tried = replace(optimizer, settings={key: low for key, (low, _) in optimizer.search.items()} | own)
         optimizers.check([protocol.spec(protocol.datasets[0], model, tried, TRIAL_SEED)])
 
 
 def searches(protocol: Protocol, out: Path) -> list[Search]:
-    """What is known so far."""
+    """Return the searches of all optimizers, as far as they have got."""
     storage = _storage(out)
 
     def trials(name: str) -> list[FrozenTrial]:
@@ -148,7 +149,7 @@ def _storage(out: Path) -> JournalStorage:
 
 
 def _study_name(protocol: Protocol, optimizer: OptimizerSpec) -> str:
-    """All that the trials have in common, so that those of another setting are not taken for these."""
+    """Return a name that has all settings the trials share, so that others are not taken for these."""
     model = protocol.models[0]
     fixed = {key: value for key, value in optimizer.settings_for(model).items() if key not in optimizer.search}
     common = replace(optimizer, settings=fixed, of_models={})
@@ -157,11 +158,11 @@ def _study_name(protocol: Protocol, optimizer: OptimizerSpec) -> str:
 
 
 def _study(storage: JournalStorage, protocol: Protocol, optimizer: OptimizerSpec) -> optuna.Study:
-    """The study to add trials to."""
+    """Return the study to add trials to."""
     study = optuna.create_study(
         study_name=_study_name(protocol, optimizer),
         storage=storage,
-        sampler=optuna.samplers.RandomSampler(seed=0),  # which has nothing to do: see _points
+        sampler=optuna.samplers.RandomSampler(seed=0),  # not used: see _points
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=max(1, protocol.epochs // 4)),
         direction="minimize",
         load_if_exists=True,
@@ -173,7 +174,7 @@ def _study(storage: JournalStorage, protocol: Protocol, optimizer: OptimizerSpec
 
 
 def _points(protocol: Protocol, optimizer: OptimizerSpec) -> Iterator[dict[str, float]]:
-    """The settings to try, in order: as given, then quasi-random ones. They depend on nothing that happens."""
+    """Yield the settings to try: as given, then quasi-random ones, which do not depend on any result."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # since 2021
         sampler = optuna.samplers.QMCSampler(scramble=True, seed=0, warn_independent_sampling=False)
@@ -199,10 +200,10 @@ def _trial(
     whole: Data,
     display: Display,
     stop: sweep.Stop,
-    checkpoint_seconds: float,
+    options: sweep.Options,
     execution: Execution,
 ) -> sweep.Outcome:
-    if not study.get_trials(states=[TrialState.WAITING]):  # a kill may have left one
+    if not study.get_trials(states=[TrialState.WAITING]):  # after a kill there may be one
         tried = [trial.params for trial in Search(optimizer, tuple(study.trials)).finished]
         study.enqueue_trial(next(point for point in points if point not in tried))
     trial = study.ask(_space(optimizer))
@@ -217,7 +218,7 @@ def _trial(
     display.started(spec)
     folder = folder_of(spec, out)
     watch = Watch(lambda progress: display.progressed(spec, progress), stop, is_hopeless)
-    outcome = sweep.attempt(spec, folder, lambda: whole, watch, sweep.Options(checkpoint_seconds=checkpoint_seconds))
+    outcome = sweep.attempt(spec, folder, lambda: whole, watch, options)
     display.ended(spec, outcome)
     if not outcome.is_new:  # it ended just before a kill
         for row in folder.metrics():
@@ -231,7 +232,7 @@ def _trial(
     return outcome
 
 
-# What came out
+# Results
 
 
 def table(found: list[Search], error: str) -> Table:
@@ -258,7 +259,7 @@ def table(found: list[Search], error: str) -> Table:
 
 
 def write_protocol(protocol: Protocol, source: str | Path, found: list[Search], path: Path) -> None:
-    """A protocol with the winners, for ``reproduce``, whose seeds are fresh."""
+    """Write a protocol with the winners for ``reproduce``, which uses fresh seeds."""
     winners = [(search, search.best) for search in found if search.best]
     lines = ["# Written by adabayes tune: the best settings that it found for each optimizer. Validation errors:"]
     for search, best in winners:
@@ -280,7 +281,7 @@ def write_protocol(protocol: Protocol, source: str | Path, found: list[Search], 
 
 
 def plot(found: list[Search], path: Path) -> None:
-    """Validation error over each setting: how sensitive an optimizer is, and whether the range was wide enough."""
+    """Plot the validation error over each setting: how sensitive it is, and whether the range was wide enough."""
     try:
         import matplotlib as mpl
     except ImportError as error:

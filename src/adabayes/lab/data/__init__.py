@@ -96,7 +96,7 @@ def _idx_part(folder: Path, part: str, limit: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _digits(data: Path | None) -> Images:
-    # The file that scikit-learn brings, without importing scikit-learn, which takes a second.
+    # The file comes with scikit-learn, which is not imported: that takes a second.
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise ImportError("the digits come with scikit-learn: pip install '.[lab]' in the folder of AdaBayes")
@@ -113,20 +113,20 @@ def _digits(data: Path | None) -> Images:
 
 
 def _stdlib(data: Path | None) -> Text:
-    """A million characters to train on, a hundred thousand of other modules to test."""
+    """Load the standard library: a million characters to train on, and a hundred thousand of other modules to test."""
     characters = np.frombuffer(b"".join(formats.standard_library()), np.uint8)
     text = torch.from_numpy(characters[characters < 128].copy())
     train, test = 1_000_000, 100_000
     if len(text) < train + test:
         raise DataError(
             f"stdlib: this Python has {len(text):,} characters of library source, and {train + test:,} are needed. "
-            "Take a Python that was installed with its .py files."
+            "Use a Python that was installed with its .py files."
         )
     return Text(text[:train], text[-test:], context=128)
 
 
 def _fashion_pixels(data: Path | None) -> Vectors:
-    """Fashion-MNIST to be reconstructed: pixels in a row, without classes."""
+    """Load Fashion-MNIST for reconstruction: pixels in a row, without classes."""
     folder = _verified("fashion-mnist", data)
     train, test = (
         torch.from_numpy(formats.read_idx(folder / f"{part}-images-idx3-ubyte.gz", (limit, 28, 28))).flatten(1)
@@ -146,7 +146,7 @@ def _poisson(data: Path | None) -> Points:
 
 
 def _shakespeare(data: Path | None) -> Text:
-    """A million characters of plays, split as nanoGPT does: the first 90 % to train on, the rest to test."""
+    """Load a million characters of plays, split as in nanoGPT: the first 90 % to train on, the rest to test."""
     content = formats.read_bytes(_verified("shakespeare", data) / "tinyshakespeare.txt", limit=1_115_394)
     alphabet, places = np.unique(np.frombuffer(content, np.uint8), return_inverse=True)
     text = torch.from_numpy(places.astype(np.uint8))
@@ -180,25 +180,25 @@ _ERRORS = {"fashion-pixels": "RMSE", "flights": "RMSE, minutes", "poisson": "rel
 
 
 def error_of(name: str) -> str:
-    """The name of a data set's error, with its unit; it is also that of its task, and known without its files."""
+    """Return the name of a data set's error, with its unit. It equals that of the task, and needs no files."""
     return _ERRORS.get(name, "error %")
 
 
 def digits_of(error: str) -> int:
-    """How many decimals of an error to show, by its name."""
+    """Return how many decimals of an error to show, given its name."""
     return 2 if "%" in error else 4
 
 
 def source(name: str) -> str | None:
-    """The name of the files that a data set comes in, if it does: see :data:`~adabayes.lab.data.download.SOURCES`."""
+    """Return the key of a data set's files in :data:`~adabayes.lab.data.download.SOURCES`, or None if it has none."""
     files = _FILES_OF.get(name, name)
     return files if files in download.SOURCES else None
 
 
 def load(name: str, data: Path | None = None, options: Mapping[str, Any] | None = None) -> Data:
-    """A data set by name, from the folder ``data`` where it comes in files. Checksums come first.
+    """Load a data set by name, from the folder ``data`` if it has files, whose checksums are verified first.
 
-    Options are ``examples``, how many of the training examples to take, and ``augment``, whether to augment them.
+    Options are ``examples``, the number of training examples to take, and ``augment``, whether to augment them.
     """
     if name not in _LOADERS:
         raise DataError(f"unknown data set {name!r}; there are {', '.join(_LOADERS)}")

@@ -1,4 +1,4 @@
-"""Where data files come from, where they are, and whether they are whole."""
+"""Files of data sets: downloading, finding and verifying them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Progress = Callable[[str, int, int | None], None]  # what, bytes so far, bytes i
 
 @dataclass(frozen=True)
 class Archive:
-    """A file to download. sha256 where it is known, else the md5 that the data set's authors publish."""
+    """A file to download, with its sha256 or, where that is not known, the md5 that its authors publish."""
 
     url: str
     size: int  # bytes
     algorithm: str
     digest: str
-    saved_as: str | None = None  # where the last part of the address says too little
+    saved_as: str | None = None  # where the last part of the address is not a telling name
 
     @property
     def name(self) -> str:
@@ -39,11 +39,11 @@ class Archive:
 class Source:
     """A data set that comes in files."""
 
-    folder: str  # that the files are in, below the data folder
+    folder: str  # the files' folder, within the data folder
     files: dict[str, str]  # name: md5
     archives: tuple[Archive, ...]  # to download: a tar of the folder, or the files themselves
     elsewhere: tuple[Path, ...] = ()  # where a system package may have put them
-    repacked: dict[str, str] = field(default_factory=dict)  # md5 of the same, compressed anew by that package
+    repacked: dict[str, str] = field(default_factory=dict)  # md5 of the same files, compressed again by that package
 
 
 _KRIZ = "https://www.cs.toronto.edu/~kriz/"
@@ -139,7 +139,7 @@ _PATIENCE = 60.0  # seconds for a server to send something
 
 
 def default_folder() -> Path:
-    """Where data sets are kept: $ADABAYES_DATA, or a folder in the user's cache."""
+    """Return the folder that data sets are kept in: $ADABAYES_DATA, or one in the user's cache."""
     if given := os.environ.get("ADABAYES_DATA"):
         return Path(given)
     if cache := os.environ.get("XDG_CACHE_HOME"):
@@ -153,15 +153,15 @@ def default_folder() -> Path:
 
 
 def root_folder(data: Path | None) -> Path:
-    """The folder that data sets have their folders in: ``data`` if it is given. It need not be there."""
+    """Return the folder that contains the data sets' folders: ``data`` if it is given. It need not exist."""
     root = data or default_folder()
     if os.path.exists(root) and not os.path.isdir(root):
-        raise DataError(f"{root} is not a folder, so no data sets can be in it: {_OTHER_FOLDER}")
+        raise DataError(f"{root} is not a folder, so it cannot contain data sets: {_OTHER_FOLDER}")
     return root
 
 
 def find(name: str, data: Path | None = None) -> Path:
-    """The folder that holds a data set's files: below ``data``, ``data`` itself, or where a system package puts it."""
+    """Find the folder of a data set's files: within ``data``, ``data`` itself, or where a system package puts them."""
     source = SOURCES[name]
     root = root_folder(data)
     places = [root / source.folder, root] + ([] if data else list(source.elsewhere))
@@ -190,7 +190,7 @@ def verify(name: str, folder: Path, progress: Progress | None = None) -> None:
             found = _digest(path, "md5")
         except OSError as error:
             raise DataError(
-                f"{path} cannot be read: {message_of(error)}. Mend that, or delete it and get it again: "
+                f"{path} cannot be read: {message_of(error)}. Repair that, or delete it and get it again: "
                 f"adabayes data fetch {name}"
             ) from error
         if found not in (md5, source.repacked.get(file)):
@@ -201,7 +201,7 @@ def verify(name: str, folder: Path, progress: Progress | None = None) -> None:
 
 
 def fetch(name: str, data: Path | None = None, progress: Progress | None = None) -> Path:
-    """Download what is missing, going on where an earlier try broke off; the folder that the files are in."""
+    """Download what is missing, from where an earlier attempt broke off, and return the folder of the files."""
     source = SOURCES[name]
     try:
         folder = find(name, data)
@@ -223,15 +223,15 @@ def fetch(name: str, data: Path | None = None, progress: Progress | None = None)
                 _unpack(target, source, root)
     except OSError as error:
         raise DataError(
-            f"{root} cannot take the files of {name}: {message_of(error)}. Mend that and give the same command again, "
-            f"which goes on from there; or {_OTHER_FOLDER}"
+            f"{root} cannot take the files of {name}: {message_of(error)}. Repair that and run the same command again, "
+            f"which resumes the download; or {_OTHER_FOLDER}"
         ) from error
     verify(name, folder, progress)
     return folder
 
 
 def download(archive: Archive, target: Path, progress: Progress | None = None) -> None:
-    """Download to ``target``, which comes to be only when it is whole and has the right checksum."""
+    """Download to ``target``, which is created only when the file is whole and its checksum is right."""
     part = target.with_name(target.name + ".part")
     have = part.stat().st_size if part.exists() else 0
     if have > archive.size:
@@ -246,8 +246,8 @@ def download(archive: Archive, target: Path, progress: Progress | None = None) -
     if _digest(part, archive.algorithm) != archive.digest:
         part.unlink()
         raise DataError(
-            f"{archive.url}: what came has not the {archive.algorithm} {archive.digest} and was deleted unopened. "
-            "Try again; if it stays so, the file was changed, or something on the way answers in its place."
+            f"{archive.url}: the file received does not have the {archive.algorithm} {archive.digest} and was deleted "
+            "unopened. Try again; if it happens again, the file was changed, or a server on the way answers instead."
         )
     with part.open("rb+") as file:
         os.fsync(file.fileno())
@@ -260,7 +260,7 @@ def _chunks(archive: Archive, part: Path, have: int) -> Iterator[bytes]:
     try:
         with urllib.request.urlopen(request, timeout=_PATIENCE) as answer:
             at = _start(answer, archive, have)
-            # read1 returns what has come; read would lose some of it where the answer breaks off.
+            # read1 returns what has arrived; read would lose a part of it where the connection breaks off.
             while at < archive.size and (chunk := answer.read1(1 << 18)):
                 new = chunk[max(have - at, 0) : archive.size - at]
                 at += len(chunk)
@@ -274,36 +274,36 @@ def _chunks(archive: Archive, part: Path, have: int) -> Iterator[bytes]:
         kept = part.stat().st_size if part.exists() else 0
         raise DataError(
             f"{archive.url}: {message_of(error)}."
-            + (f" {kept:,} bytes are kept in {part}; the same command goes on from there." if kept else "")
-            + (" If that fails each time, delete it, to begin anew." if have else "")
-            + " Without a network: put the file's contents where `adabayes data list` says, or give the folder with "
+            + (f" {kept:,} bytes are kept in {part}; the same command resumes from there." if kept else "")
+            + (" If that fails every time, delete it, to start again." if have else "")
+            + " Without a network: put the file's contents where `adabayes data list` says, or name the folder with "
             "--data."
         ) from error
 
 
 def _start(answer: Any, archive: Archive, have: int) -> int:
-    """Return which byte of the file an answer begins with; raise where it is not an answer with that file."""
+    """Return the offset in the file at which an answer begins; raise if the answer is not that file."""
     if not isinstance(answer, http.client.HTTPResponse):
-        raise ConnectionError("it leads to something that is no web server")
+        raise ConnectionError("the address is not that of a web server")
     start = 0
     if answer.status == 206:
         start = have
         if not have or not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-            raise ConnectionError("the server answered with another part of the file than it was asked for")
+            raise ConnectionError("the server answered with a part of the file that was not asked for")
     elif answer.status != 200:
         raise ConnectionError(f"the server answered with status {answer.status} instead of the file")
     if answer.headers.get_content_type() == "text/html":
-        raise ConnectionError("a web page came in place of the file; perhaps this network wants you to sign in first")
+        raise ConnectionError("a web page came instead of the file; perhaps this network wants you to sign in first")
     if answer.length is not None and start + answer.length != archive.size:
         raise ConnectionError(
             f"the server has a file of {start + answer.length:,} bytes, not of {archive.size:,}; it was changed, or "
-            "something on the way answers in its place"
+            "a server on the way answers instead"
         )
     return start
 
 
 def _unpack(archive: Path, source: Source, root: Path) -> None:
-    """Take the files of the data set, and nothing else, out of a tar whose checksum is right."""
+    """Extract the files of the data set, and nothing else, from a tar whose checksum is right."""
     folder = root / source.folder
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive) as tar:

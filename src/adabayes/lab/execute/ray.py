@@ -1,7 +1,7 @@
-"""Runs spread over a Ray cluster: a task for each, which goes on elsewhere when its worker or its node dies.
+"""Runs on a Ray cluster. Each is a task, which resumes on another worker or node when its own dies.
 
-All nodes must see the folder of results under the same path, as on a cluster with a shared file system: checkpoints and
-logs are there, so whoever takes a run up finds them.
+All nodes must see the folder of results under the same path, as on a cluster with a shared file system, because a run
+resumes from the checkpoints and logs there.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ try:
     from ray.exceptions import RayError, TaskCancelledError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
-    raise ImportError(
-        "--executor ray needs one more package: pip install '.[ray]' in the folder of AdaBayes"
-    ) from error
+    raise ImportError("--executor ray needs Ray: pip install '.[ray]' in the folder of AdaBayes") from error
 
 __all__ = ["run"]
 
-_PATIENCE = 180.0  # seconds that a run may still be held by a process that is dying, or a node that has
+_PATIENCE = 180.0  # seconds for which a dying process, or a dead node, may still hold a run
 _RETRIES = 20  # of a run whose worker or node dies
 
 
@@ -53,14 +51,17 @@ def run(
     cpus: float = 1.0,
     gpus: float = 0.0,
 ) -> list[Outcome]:
-    """Do what is not done yet on the cluster at ``address``, or here; as :func:`adabayes.lab.execute.local.run`."""
+    """Do the runs that are not done yet on the cluster at ``address``, or on one started on this machine.
+
+    As :func:`adabayes.lab.execute.local.run` does.
+    """
     _check_address(address)
     local: dict[str, Any] = {"include_dashboard": False} if address is None else {}
     try:
         ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConnectionError(f"there is no Ray cluster at {address}: {str(error).splitlines()[0]}") from error
-    with stop.on_signals():  # which ray.init has taken
+    with stop.on_signals():  # ray.init has replaced the handlers
         try:
             if options.data_folder:
                 options = replace(options, data_folder=options.data_folder.resolve())
@@ -70,7 +71,7 @@ def run(
 
 
 def _check_address(address: str | None) -> None:
-    """Whether there is someone at HOST:PORT, for which Ray itself would wait for minutes."""
+    """Raise if nothing answers at HOST:PORT. Ray itself would wait for minutes."""
     host, colon, port = (address or "").rpartition(":")
     if colon and port.isdigit() and "/" not in host:
         try:
@@ -97,7 +98,7 @@ class _Cluster:
             most = max(offer.get("CPU", 0) for offer in offers), max(offer.get("GPU", 0) for offer in offers)
             self.display.warned(
                 f"no node has {cpus:g} CPUs and {gpus:g} GPUs for a run, but at most {most[0]:g} and {most[1]:g}: runs "
-                "wait for one that has. Or stop, and choose others with --cpus-per-run and --gpus-per-run"
+                "wait for a node that has. Or stop, and change --cpus-per-run and --gpus-per-run"
             )
         outcomes: dict[str, Outcome] = {}
         tasks: dict[Any, Spec] = {}
@@ -114,7 +115,7 @@ class _Cluster:
                 spec = tasks.pop(task)
                 outcome = self._outcome(task, spec)
                 if outcome.status == "interrupted" and not self.stop.requested:
-                    outcome = Outcome(spec, "failed", "Ray has cancelled it; give the command again")
+                    outcome = Outcome(spec, "failed", "Ray has cancelled it; run the command again")
                 if outcome.status != "interrupted":
                     outcomes[spec.folder] = self._ended(outcome)
             if self.stop.requested and not self.told_to_stop:
@@ -124,7 +125,7 @@ class _Cluster:
         return [outcomes[spec.folder] for spec in self.specs]
 
     def _stop(self, tasks: dict[Any, Spec]) -> None:
-        """Let those that have begun come to a checkpoint, and the others not begin."""
+        """Let runs that have started write a checkpoint, and do not start the others."""
         self.told_to_stop = True
         ray.get(self.board.stop.remote())
         for task, spec in tasks.items():
@@ -137,7 +138,7 @@ class _Cluster:
             return Outcome(spec, status, error)
         except TaskCancelledError:
             return Outcome(spec, "interrupted")
-        except RayError as error:  # the worker cannot even begin, as on a node where this package is not installed
+        except RayError as error:  # the worker cannot start, as on a node without this package
             why = str(error).strip().splitlines()[-1]
             folder_of(spec, self.out).fail(why, str(error))
             return Outcome(spec, "failed", why)
@@ -154,14 +155,14 @@ class _Cluster:
             elif isinstance(told, str):
                 self.display.warned(f"{spec}: {told}")
             elif folder in self.started:
-                self.display.warned(f"{spec}: its worker or node died; it goes on from its last checkpoint")
+                self.display.warned(f"{spec}: its worker or node died; it resumes from its last checkpoint")
             else:
                 self.started.add(folder)
                 self.display.started(spec)
 
 
 class _Board:
-    """An actor beside the driver, through which workers tell what they do, and hear if they are to stop."""
+    """An actor beside the driver, to which workers report, and which tells them when to stop."""
 
     def __init__(self) -> None:
         self._told: list[tuple[str, Any]] = []
@@ -180,19 +181,19 @@ class _Board:
 
 
 def _work(spec: Spec, out: Path, board: Any, options: Options, threads: int) -> tuple[str, str | None]:
-    """One run, on whatever node this is: how it ended, and why."""
+    """Do one run on this node, and return its status and, if it failed, the reason."""
     folder = folder_of(spec, out)
     stop = Stop()
 
     def tell(what: Any) -> None:
         try:
             stop.requested = ray.get(board.tell.remote(spec.folder, what)) or stop.requested
-        except RayError:  # whoever started this is gone
+        except RayError:  # the driver is gone
             stop.requested = True
 
     def load() -> Data:
         if not (out / "sweep.json").exists():
-            raise DataError(f"{out} is not there on {platform.node()}: --out must be a folder that all nodes share")
+            raise DataError(f"{out} does not exist on {platform.node()}: --out must be a folder that all nodes share")
         return options.load(spec)
 
     tell(None)

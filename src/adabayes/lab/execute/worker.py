@@ -1,11 +1,11 @@
-"""A process of its own for one run, when several go on at a time: ``python -m adabayes.lab.execute.worker FOLDER``.
+"""A process that does runs for another: ``python -m adabayes.lab.execute.worker``.
 
-The folder has the specification. Progress and the outcome are told in lines of JSON.
+It reads requests from standard input, a line of JSON each, until that ends. The folder of a request has the
+specification of the run. Progress and outcome are lines of JSON on standard output.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import warnings
@@ -22,42 +22,38 @@ from adabayes.lab.run.training import Watch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--checkpoint-every", type=float, required=True)
-    parser.add_argument("--tensorboard", action="store_true")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    told, sys.stdout = sys.stdout, sys.stderr  # what an optimizer prints is not for us
-    folder = RunFolder(args.folder)
-    spec = folder.spec()
-    assert spec is not None
-    options = sweep.Options(args.data, args.checkpoint_every, args.tensorboard)
+    told, sys.stdout = sys.stdout, sys.stderr  # an optimizer that prints must not come between
+    load: sweep.Loader | None = None
     stop = sweep.Stop()
 
     def tell(content: dict[str, Any]) -> None:
         try:
             print(json.dumps(content), file=told, flush=True)
-        except BrokenPipeError:  # whoever started this is gone
+        except BrokenPipeError:  # the process that asked is gone
             stop.requested = True
 
     warnings.simplefilter("always", UserWarning)
     warnings.showwarning = lambda message, *_: tell({"warning": str(message)})
+    for line in sys.stdin:
+        request = json.loads(line)
+        given = request["options"]
+        folder = given["data_folder"]
+        options = sweep.Options(**{**given, "data_folder": None if folder is None else Path(folder)})
+        if load is None or load.options != options:
+            load = sweep.Loader(options)
+        torch.set_num_threads(request["share"])
+        try:
+            with stop.on_signals():
+                outcome = _attempt(RunFolder(Path(request["folder"])), load, Watch(lambda p: tell(asdict(p)), stop))
+        except Stopped as stopped:
+            sys.exit(stopped.code)
+        tell({"status": outcome.status, "error": outcome.error})
 
-    try:
-        with stop.on_signals():
-            outcome = sweep.attempt(
-                spec,
-                folder,
-                lambda: options.load(spec),
-                Watch(lambda progress: tell(asdict(progress)), stop),
-                options,
-            )
-    except Stopped as stopped:
-        sys.exit(stopped.code)
-    tell({"status": outcome.status, "error": outcome.error})
+
+def _attempt(folder: RunFolder, load: sweep.Loader, watch: Watch) -> sweep.Outcome:
+    spec = folder.spec()
+    assert spec is not None
+    return sweep.attempt(spec, folder, lambda: load(spec), watch, load.options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A folder of runs as a page that one can look at."""
+"""The report: a page about the runs of a folder."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from adabayes.lab.run.folder import RunFolder, folder_of
 
 __all__ = ["content", "write"]
 
-# For optimizers to which a protocol gives no colour; for the colour-blind too, on light and on dark.
+# Colours, on light and dark backgrounds, of optimizers without one; colour-blind readers can tell them apart.
 _SPARE = [("#1f7a8c", "#7fd6e6"), ("#a23b22", "#ff9d85"), ("#4d6b00", "#b6d957"), ("#5c4a3a", "#cbb49f")]
 _SPARE_DASHES = ("longdash", "dashdot", "dot", "dash")
-_POINTS = 40_000  # of all learning-rate figures of a page, which has to stay small
+_POINTS = 40_000  # in all learning-rate figures of a page, which has to stay small
 
 
 def write(content: dict[str, Any], out: Path) -> Path:
-    """Write ``index.html`` to ``out``; where it is."""
+    """Write ``index.html`` to ``out`` and return its path."""
     return page.write("report", f"AdaBayes: {content['title']}", content, out / "index.html")
 
 
 def content(
     protocol: Protocol, specs: Sequence[Spec], command: str, runs: Path, left_out: Sequence[Spec] = ()
 ) -> dict[str, Any]:
-    """All that a page or a figure shows of what ``command`` compared in the folder ``runs``, as plain data."""
+    """Return, as plain data, all that a page or a figure shows of the comparison in the folder ``runs``."""
     rows = results.collect(specs, runs)
     statuses = {row.folder: row.status for row in rows}
     panels = list(dict.fromkeys((spec.dataset, spec.model) for spec in specs))
@@ -39,7 +39,8 @@ def content(
     done = sum(row.status == "done" for row in rows)
     seeds = len({spec.seed for spec in specs})
     summary: dict[str, dict[str, Any]] = {}
-    for s in results.summarise(rows):
+    summaries = results.summarise(rows)
+    for s in summaries:
         summary.setdefault(_key(s.dataset, s.model), {})[s.optimizer] = asdict(s)
     folders = {spec.folder: folder_of(spec, runs) for spec in specs}
     metrics = {folder: files.metrics() for folder, files in folders.items()}
@@ -56,6 +57,7 @@ def content(
                 "published": protocol.published.get(dataset, {}).get(model),
                 "error": (error := data.error_of(dataset)),
                 "digits": data.digits_of(error),
+                "loss_digits": results.loss_digits([s for s in summaries if (s.dataset, s.model) == (dataset, model)]),
             }
             for dataset, model in panels
         ],
@@ -97,7 +99,7 @@ def _optimizers(names: Sequence[str], protocol: Protocol) -> list[dict[str, Any]
 
 
 def _presets(names: Sequence[str], protocol: Protocol) -> list[dict[str, Any]]:
-    """The choices of optimizers that the page offers: all, those of the protocol, and all in training."""
+    """Return the choices of curves that the page offers: all, those of the protocol, and all in training."""
     chosen = {key: (preset.label, preset.optimizers, "test") for key, preset in protocol.presets.items()}
     return [
         {"key": key, "label": label, "split": split, "optimizers": shown}
@@ -109,13 +111,13 @@ def _presets(names: Sequence[str], protocol: Protocol) -> list[dict[str, Any]]:
 
 
 def _problems(rows: Sequence[results.Row], protocol: Protocol, left_out: Sequence[Spec]) -> list[dict[str, Any]]:
-    """Return what a reader must know: each with the runs that it is about."""
+    """Return what a reader must know about runs without results, with the names of the runs."""
     found: list[dict[str, Any]] = []
     for status, said in (
         ("failed", "failed"),
-        ("diverged", "diverged, which means that the loss was no longer a number, and left out of means and curves"),
+        ("diverged", "diverged (the loss was no longer a number) and left out of means and curves"),
         ("missing", "missing"),
-        ("interrupted", "not complete"),
+        ("interrupted", "not finished"),
         ("running", "still running"),
     ):
         seeds: dict[str, list[str]] = {}
@@ -133,7 +135,7 @@ def _problems(rows: Sequence[results.Row], protocol: Protocol, left_out: Sequenc
             f"{', '.join(f'{k} {v}' for k, v in spec.settings.items())})"
             for spec in left_out
         ]
-        what = f"{_counted(len(left_out), 'run')} of this folder left out, with other settings than those shown"
+        what = f"{_counted(len(left_out), 'run')} of this folder not shown, because of other settings"
         found.append({"text": what, "runs": runs})
     return found
 
@@ -145,7 +147,7 @@ def _counted(count: int, what: str) -> str:
 def _curves(
     specs: Sequence[Spec], statuses: dict[str, str], metrics: dict[str, list[dict[str, Any]]]
 ) -> dict[str, dict[str, Any]]:
-    """Mean and standard error over seeds, epoch by epoch: of runs that are done or, while none is, of the others."""
+    """Return means and standard errors over seeds, by epoch, of runs that are done or, while none is, of all."""
     groups: dict[tuple[str, str], list[Spec]] = {}
     for spec in specs:
         if metrics[spec.folder] and statuses[spec.folder] != "diverged":
@@ -176,20 +178,20 @@ def _mean(values: Sequence[float | None]) -> results.Mean | None:
 def _rates(
     specs: Sequence[Spec], statuses: dict[str, str], folders: dict[str, RunFolder], protocol: Protocol
 ) -> list[dict[str, Any]]:
-    """The learning-rate figure of the first seed of each panel and optimizer that has one; of AdaBayes first."""
+    """Return the learning-rate figures, one for each panel and optimizer that has any; AdaBayes comes first."""
     logged: dict[tuple[str, str, str], tuple[Spec, list[dict[str, Any]]]] = {}
     for spec in specs:
         key = (spec.dataset, spec.model, spec.optimizer)
         if key in logged or statuses[spec.folder] == "diverged":
             continue
-        # At a learning rate of zero there is nothing to be seen.
+        # At a learning rate of zero there is nothing to show.
         if epochs := [row for row in folders[spec.folder].metrics("rates.jsonl") if row["layers"]]:
             logged[key] = spec, epochs
     found = []
     for spec, epochs in logged.values():
         shown = _thinned(epochs)
         layers = epochs[0]["layers"]
-        most = max(1, _POINTS // (len(logged) * len(shown) * len(layers)))  # weights of a layer
+        most = max(1, _POINTS // (len(logged) * len(shown) * len(layers)))  # weights to show of a layer
         found.append(
             {
                 "panel": f"{spec.dataset} {spec.model}",
@@ -207,7 +209,7 @@ def _rates(
 
 
 def _thinned(epochs: list[dict[str, Any]], most: int = 12) -> list[dict[str, Any]]:
-    """Enough epochs for a slider: all of a short run; always the first, the last, and the last before lr changes."""
+    """Choose epochs for a slider: all of a short run, else some; always the first, the last, the last before a drop."""
     last = len(epochs) - 1
     if last < 2 * most:
         return epochs
@@ -228,5 +230,5 @@ def _environments(folders: dict[str, RunFolder]) -> list[str]:
 
 
 def _short(value: float, digits: int = 5) -> float | None:
-    """As many digits as can be seen, so that the page is smaller; None for what is no number."""
+    """Round to the digits that can be seen, which makes the page smaller; None if it is not finite."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The report's figures for print: in the paper's arrangement, as wide as a column or the text of a two-column page."""
+"""The report's figures for print, arranged as in the paper and as wide as a column or a two-column page."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ _STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "grid.color": "0.9",
     "grid.linewidth": 0.5,
-    "pdf.fonttype": 42,  # fonts that journals take
+    "pdf.fonttype": 42,  # fonts that journals accept
     "svg.hashsalt": "adabayes",  # the same file each time
     "figure.constrained_layout.use": True,
 }
 
 
 def write(content: dict[str, Any], out: Path) -> list[Path]:
-    """Draw what :func:`adabayes.lab.report.content` holds; the files."""
+    """Draw the content of :func:`adabayes.lab.report.content` and return the files."""
     out.mkdir(parents=True, exist_ok=True)
     drawings: dict[str, Callable[[], Figure]] = {
         f"curves-{preset['key']}": partial(_curves, content, preset) for preset in content["presets"]
@@ -73,10 +73,10 @@ def print_style() -> Iterator[None]:
 
 
 def save(figure: Figure, path: Path, formats: Sequence[str] = _FORMATS) -> list[Path]:
-    """Write a figure in these formats; the same bytes each time."""
+    """Write a figure in these formats and return the files. Their bytes are the same each time."""
     undated: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # laid out once for all
+    figure.set_layout_engine("none")  # the layout is done
     files = [path.with_name(f"{path.name}.{suffix}") for suffix in formats]
     for file, kind in zip(files, formats):
         drawn = io.BytesIO()
@@ -86,7 +86,7 @@ def save(figure: Figure, path: Path, formats: Sequence[str] = _FORMATS) -> list[
 
 
 def _curves(content: dict[str, Any], preset: dict[str, Any]) -> Figure:
-    """Loss above error, a column for each data set and network, as in the paper; four columns at most."""
+    """Draw losses above errors, with a column for each data set and network, as in the paper; at most four."""
     panels = content["panels"]
     shown = [o for o in content["optimizers"] if o["name"] in preset["optimizers"]]
     columns = min(len(panels), 4)
@@ -134,7 +134,7 @@ def _tensor(values: Sequence[float | None]) -> torch.Tensor:
 
 
 def _plain(text: str) -> str:
-    """Without what matplotlib takes for mathematics."""
+    """Escape what matplotlib takes for mathematics."""
     return text.replace("$", r"\$")
 
 
@@ -144,7 +144,7 @@ def _line(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rates(runs: Sequence[dict[str, Any]]) -> Figure:
-    """The paper's learning-rate figure, at the last epoch of each run before its learning rate changes."""
+    """Draw the paper's learning-rate figure, at the last epoch of each run before its learning rate changes."""
     columns = min(len(runs), 4)
     rows = -(-len(runs) // columns)
     figure = Figure(figsize=(COLUMN if columns == 1 else TEXT, 0.4 + (2.6 if columns <= 2 else 2.0) * rows))

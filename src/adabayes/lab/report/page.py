@@ -1,4 +1,4 @@
-"""Pages that open from disk and need no network: one file each, with its style, its script, its data and Plotly."""
+"""Pages that open from disk and need no network: single files with their style, script, data and Plotly."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["write"]
 
 
 def write(name: str, title: str, content: dict[str, Any], path: Path) -> Path:
-    """Write the page whose body and script are ``web/NAME.html`` and ``web/NAME.js``; the script gets ``content``."""
+    """Write the page made of ``web/NAME.html`` and ``web/NAME.js``, whose script gets ``content``; return its path."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ImportError("pages are drawn with plotly: pip install '.[lab]' in the folder of AdaBayes") from error
+        raise ImportError("pages need Plotly: pip install '.[lab]' in the folder of AdaBayes") from error
     parts = {
         "TITLE": html.escape(title),
         "STYLE": _resource("page.css"),

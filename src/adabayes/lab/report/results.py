@@ -1,4 +1,4 @@
-"""What came out: a row for each run, means over seeds, and a table in the form of the paper's."""
+"""Results: a row for each run, means and differences over seeds, and tables in the form of the paper's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +20,25 @@ from rich.text import Text
 
 from adabayes.lab import data, schema
 from adabayes.lab import protocol as protocols
-from adabayes.lab.display import make_table, plain
+from adabayes.lab.differences import Difference, paired, reference_of
+from adabayes.lab.display import fitting, make_table, plain
 from adabayes.lab.protocol import PROTOCOL, OptimizerSpec, Protocol, Spec
 from adabayes.lab.run.folder import RunFolder, folder_of, read_json, write_atomically
 
-__all__ = ["METRICS", "Mean", "Row", "Summary", "collect", "read", "summarise", "tables", "write"]
+__all__ = ["METRICS", "Mean", "Row", "Summary", "collect", "loss_digits", "read", "summarise", "tables", "write"]
 
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\n")
 METRICS = ("test_error", "test_loss", "train_error", "train_loss")
+SHOWN = ("best_test_error", "best_test_loss", "final_test_error", "final_test_loss")  # in tables
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run.
+    """The results of a run.
 
-    Errors are those of its task, most often in percent. The best are over epochs, error and loss apart. None is a
-    figure that is not there.
+    Errors are those of its task, usually in percent. The best ones are over epochs, separately for error and loss. None
+    stands for a missing figure.
     """
 
     dataset: str
@@ -44,7 +46,7 @@ class Row:
     optimizer: str
     seed: int
     status: str
-    epochs: int  # that are complete
+    epochs: int  # completed
     best_test_error: float | None = None
     best_test_loss: float | None = None
     final_test_error: float | None = None
@@ -56,13 +58,13 @@ class Row:
     seconds: float = 0.0  # of training
     test_seconds: float = 0.0
     milliseconds_per_step: float | None = None
-    state_bytes: float | None = None  # of the optimizer, a weight
+    state_bytes: float | None = None  # of the optimizer, per weight
     folder: str = ""
     error: str | None = None
 
 
 def collect(specs: Sequence[Spec], out: Path) -> list[Row]:
-    """The rows of runs, from their folders."""
+    """Read the rows of runs from their folders."""
     return [_row(spec, folder_of(spec, out)) for spec in specs]
 
 
@@ -87,7 +89,7 @@ def _row(spec: Spec, folder: RunFolder) -> Row:
         **figures,
         seconds=seconds,
         test_seconds=sum(row["test_seconds"] for row in metrics),
-        milliseconds_per_step=1e3 * statistics.median(per_step) if per_step else None,  # others may have slowed some
+        milliseconds_per_step=1e3 * statistics.median(per_step) if per_step else None,  # some epochs may be slow
         state_bytes=metrics[-1]["state_bytes"] if metrics else None,
         folder=spec.folder,
         error=failed["error"] if failed and status == "failed" else None,
@@ -96,10 +98,10 @@ def _row(spec: Spec, folder: RunFolder) -> Row:
 
 @dataclass(frozen=True)
 class Mean:
-    """Over the seeds of those runs that are done, with its standard error."""
+    """A mean over the seeds of finished runs, with its standard error."""
 
     mean: float
-    error: float | None  # None of a single one
+    error: float | None  # None with one seed
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Mean | None:
@@ -108,18 +110,18 @@ class Mean:
             return None
         return cls(statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else None)
 
-    def text(self, digits: int) -> str:
-        return f"{self.mean:.{digits}f}" + ("" if self.error is None else f" ±{self.error:.{digits}f}")
+    def text(self, digits: int, between: str = " ") -> str:
+        return f"{self.mean:.{digits}f}" + ("" if self.error is None else f"{between}±{self.error:.{digits}f}")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """An optimizer on a data set and a model, over seeds."""
+    """The results of an optimizer on a data set and a model, over seeds."""
 
     dataset: str
     model: str
     optimizer: str
-    runs: dict[str, int]  # how many are in which status
+    runs: dict[str, int]  # their number by status
     best_test_error: Mean | None
     best_test_loss: Mean | None
     final_test_error: Mean | None
@@ -130,71 +132,122 @@ class Summary:
     final_train_loss: Mean | None
     milliseconds_per_step: Mean | None
     state_bytes: Mean | None
+    reference: str  # the optimizer that the differences are to
+    differences: dict[str, Difference]  # of the figures above that have one
 
 
 def summarise(rows: Sequence[Row]) -> list[Summary]:
-    groups: dict[tuple[str, str, str], list[Row]] = {}
+    """Summarise runs over seeds, with paired differences to AdamW or, where it is not there, the first optimizer."""
+    panels: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:
-        groups.setdefault((row.dataset, row.model, row.optimizer), []).append(row)
-    return [_summary(key, group) for key, group in groups.items()]
+        panels.setdefault((row.dataset, row.model), {}).setdefault(row.optimizer, []).append(row)
+    return [
+        _summary((*panel, name), group, reference, of[reference])
+        for panel, of in panels.items()
+        for reference in [reference_of(of)]
+        for name, group in of.items()
+    ]
 
 
-def _summary(key: tuple[str, str, str], rows: list[Row]) -> Summary:
-    done = [row for row in rows if row.status == "done"]
+_MEANS = (*(f"{when}_{name}" for when in ("best", "final") for name in METRICS), "milliseconds_per_step", "state_bytes")
+
+
+def _summary(key: tuple[str, str, str], rows: list[Row], reference: str, of_reference: list[Row]) -> Summary:
+    def figures(name: str, rows: list[Row]) -> dict[int, float | None]:
+        return {row.seed: getattr(row, name) for row in rows if row.status == "done"}
+
     statuses = [row.status for row in rows]
-    names = [f.name for f in fields(Summary)][4:]
-    means: dict[str, Any] = {name: Mean.of([getattr(row, name) for row in done]) for name in names}
-    return Summary(*key, runs={status: statuses.count(status) for status in dict.fromkeys(statuses)}, **means)
+    means: dict[str, Any] = {name: Mean.of(list(figures(name, rows).values())) for name in _MEANS}
+    found = {name: paired(figures(name, rows), figures(name, of_reference)) for name in SHOWN if key[-1] != reference}
+    return Summary(
+        *key,
+        runs={status: statuses.count(status) for status in dict.fromkeys(statuses)},
+        **means,
+        reference=reference,
+        differences={name: difference for name, difference in found.items() if difference},
+    )
 
 
 def tables(protocol: Protocol, rows: Sequence[Row]) -> list[Table]:
-    """One for each data set and model: errors and losses, and the paper's own where the protocol is the paper's."""
+    """Make the tables of each data set and model: errors and losses, then paired differences if there are seeds."""
     summaries = summarise(rows)
     found = []
     for dataset, model in dict.fromkeys((s.dataset, s.model) for s in summaries):
         published = protocol.published.get(dataset, {}).get(model, {})
         of_these = [s for s in summaries if (s.dataset, s.model) == (dataset, model)]
-        error = data.error_of(dataset)
-        found.append(_table(f"{dataset}, {model}", error, of_these, protocol, published))
+        title, error = f"{dataset}, {model}", data.error_of(dataset)
+        found.append(fitting(partial(_table, title, error, of_these, protocol, published)))
+        if any(s.differences for s in of_these):
+            found.append(fitting(partial(_differences, title, error, of_these, protocol)))
     return found
 
 
 def _table(
-    title: str, error: str, summaries: list[Summary], protocol: Protocol, published: dict[str, Sequence[float]]
+    title: str,
+    error: str,
+    summaries: list[Summary],
+    protocol: Protocol,
+    published: dict[str, Sequence[float | None]],
+    between: str,
 ) -> Table:
     seeds = max(sum(s.runs.values()) for s in summaries)
     over = f", mean ± standard error of {seeds} seeds" if seeds > 1 else ""
     on = "validation" if protocol.validation else "test"
-    error_lines = error.replace(" error", "\nerror")  # of a long name, in lines, so that the table fits a terminal
+    error_lines = error.replace(" error", "\nerror")  # a long name in lines, so that the table fits a terminal
     above = "\n" * error_lines.count("\n")
     headers = [f"best\n{error_lines}", f"{above}best\nloss", f"final\n{error_lines}", f"{above}final\nloss"]
     headers.append(f"{above}\nms/step")
     table = make_table(
         {"optimizer": "wrap", **dict.fromkeys(headers, "right")}, f"{title}: on the {on} set{over}", SIMPLE_HEAD
     )
-    columns = ("best_test_error", "best_test_loss", "final_test_error", "final_test_loss")
-    best = {name: min((m.mean for s in summaries if (m := getattr(s, name))), default=None) for name in columns}
-    losses = [m.mean for s in summaries for m in (s.best_test_loss, s.final_test_loss) if m and m.mean > 0]
-    loss_digits = min(6, max(3, 1 - math.floor(math.log10(min(losses, default=1.0)))))
+    best = {name: min((m.mean for s in summaries if (m := getattr(s, name))), default=None) for name in SHOWN}
     for s in summaries:
         cells = []
-        papers = dict(zip(("best_test_error", "best_test_loss"), published.get(s.optimizer, ())))
-        for name in columns:
+        given = dict(zip(("best_test_error", "best_test_loss"), published.get(s.optimizer, ())))
+        for name in SHOWN:
             mean: Mean | None = getattr(s, name)
-            digits = data.digits_of(error) if "error" in name else loss_digits
-            cell = Text("" if mean is None else mean.text(digits), "bold" if mean and mean.mean == best[name] else "")
-            cells.append(cell.append(f"\npaper {papers[name]:.{digits}f}", "not bold dim") if name in papers else cell)
+            digits = data.digits_of(error) if "error" in name else loss_digits(summaries)
+            style = "bold" if mean and mean.mean == best[name] else ""
+            cell = Text("" if mean is None else mean.text(digits, between), style)
+            if (figure := given.get(name)) is not None:
+                cell.append(f"\n{figure:.{digits}f}", "not bold dim")
+            cells.append(cell)
         cells.append(Text(f"{s.milliseconds_per_step.mean:.1f}" if s.milliseconds_per_step else ""))
         label = plain(protocol.optimizers[s.optimizer].label)
         others = [f"{count} {status}" if seeds > 1 else status for status, count in s.runs.items() if status != "done"]
         if others:
             label += plain(f" ({', '.join(others)})", "yellow")
+        if given:
+            lines = "\n\n" if between == "\n" and seeds > 1 else "\n"
+            label += plain(f"{lines}published", "dim")
         table.add_row(label, *cells)
     return table
 
 
+def _differences(title: str, error: str, summaries: list[Summary], protocol: Protocol, between: str) -> Table:
+    names = {"final_test_error": f"final {error}", "final_test_loss": "final loss"}
+    reference = protocol.optimizers[summaries[0].reference].label
+    table = make_table(
+        {"optimizer": "wrap", **dict.fromkeys(names.values(), "right")},
+        f"{title}: difference to {reference} with the same seeds, 95 % interval",
+        SIMPLE_HEAD,
+    )
+    for s in summaries:
+        if s.optimizer != s.reference:
+            found = [s.differences.get(name) for name in names]
+            label = plain(protocol.optimizers[s.optimizer].label)
+            table.add_row(label, *(Text(d.text(between) if d else "") for d in found))
+    return table
+
+
+def loss_digits(summaries: Sequence[Summary]) -> int:
+    """Return how many decimals to show of losses: those that the smallest of them needs."""
+    losses = [m.mean for s in summaries for m in (s.best_test_loss, s.final_test_loss) if m and m.mean > 0]
+    return min(6, max(3, 1 - math.floor(math.log10(min(losses, default=1.0)))))
+
+
 def write(protocol: Protocol, rows: Sequence[Row], others: Sequence[Row], out: Path, command: str) -> None:
-    """``results.csv``, a row for each run, these and others of the folder; ``results.json``, with means of these."""
+    """Write ``results.csv``, a row for each run of the folder, and ``results.json``, with the means of ``rows``."""
     of_all = [asdict(row) for row in [*rows, *others]]
     text = io.StringIO()
     writer = csv.DictWriter(text, [f.name for f in fields(Row)], lineterminator="\n")
@@ -212,18 +265,17 @@ def write(protocol: Protocol, rows: Sequence[Row], others: Sequence[Row], out: P
 
 
 def _cell(value: Any) -> Any:
-    """Put an apostrophe before a text that a spreadsheet would take for a formula, and run."""
+    """Put an apostrophe before a text that a spreadsheet would run as a formula."""
     if not isinstance(value, str):
         return value
-    text = value.replace("\r\n", "\n").replace("\r", "\n")  # which, unlike the other two, the csv module always quotes
+    text = value.replace("\r\n", "\n").replace("\r", "\n")  # the csv module always quotes \n
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 
 def read(out: Path, specs: Sequence[Spec]) -> tuple[Protocol, list[Spec], str, list[Spec]]:
-    """What there is to compare among the runs of a folder, by which command it was made, and what had to be left out.
+    """Return the protocol, the runs to compare, the command that made them, and runs that cannot be compared.
 
-    The protocol is that of the last command, if one has left its results; where runs were copied together, it is
-    worked out from them.
+    The protocol is that of the last command that wrote results. If runs were copied together, it is derived from them.
     """
     protocol, compared, command = _written(out) or (None, set(), shlex.join(["adabayes", "report", str(out)]))
     kept = _comparable(specs, compared)
@@ -249,7 +301,7 @@ def _written(out: Path) -> tuple[Protocol, set[str], str] | None:
     if content is None:
         return None
     protocol = Protocol.restored(content["protocol"])
-    if "presets" not in content["protocol"]:  # of a version in which the report had them, and the colours
+    if "presets" not in content["protocol"]:  # of a version whose protocols had no presets and colours
         styled = {name: _styled(optimizer) for name, optimizer in protocol.optimizers.items()}
         protocol = replace(protocol, optimizers=styled, presets=_usual().presets)
     return protocol, set(content["compared"]), content["command"]
@@ -257,7 +309,7 @@ def _written(out: Path) -> tuple[Protocol, set[str], str] | None:
 
 @cache
 def _usual() -> Protocol:
-    """A protocol to take colours and presets from where no other is known."""
+    """Return a protocol to take colours and presets from if no other is known."""
     return protocols.load("quick")
 
 
@@ -267,10 +319,10 @@ def _styled(optimizer: OptimizerSpec) -> OptimizerSpec:
 
 
 def _comparable(specs: Sequence[Spec], compared: set[str]) -> list[Spec]:
-    """Those that differ in seed alone from one another, for each panel and optimizer; and the same task for a panel.
+    """Choose runs that can be compared: in a panel the same task, and for an optimizer only the seed differs.
 
-    Where there are several to choose from, that which was compared before, or has most runs. Schedules are the same
-    too, but for optimizers that have no run under that of the others, or were compared with one of their own.
+    If there is a choice, take the runs that were compared before, or the largest group. Schedules are also the same,
+    except for optimizers that have no run with the others' schedule, or were compared with their own.
     """
 
     def grouped(members: Sequence[Spec], key: Callable[[Spec], Any]) -> list[list[Spec]]:

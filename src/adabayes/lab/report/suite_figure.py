@@ -1,4 +1,4 @@
-"""The suite as one figure for documents: curves of each workload, and how much training reaches AdamW's loss."""
+"""The figure of the suite for documents: curves of each workload, and the training needed to reach AdamW's loss."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _COLUMNS = 3
 
 
 def write(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Draw ``evidence`` to a folder, as SVG and PNG; the files."""
+    """Draw ``evidence`` in a folder, as SVG and PNG, and return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     with print_style():
         return save(draw(records), folder / "evidence", ("svg", "png"))
 
 
 def draw(records: Sequence[Record]) -> Figure:
-    """Draw a panel for each workload, and one that sums them up."""
+    """Draw a panel for each workload, and one for all of them."""
     content = suite_page.content(records)
     rows = math.ceil((len(records) + 1) / _COLUMNS)
     figure = Figure(figsize=(TEXT, 1.9 * rows + 0.4))

@@ -1,10 +1,12 @@
-"""The suite as a page, and as tables for a terminal."""
+"""The page of the suite, and its tables for a terminal."""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +14,24 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from adabayes.lab import suite
+from adabayes.lab.differences import REFERENCE, half_width
 from adabayes.lab.display import make_table, plain
 from adabayes.lab.report import page
-from adabayes.lab.suite import REFERENCE, Final, Record
+from adabayes.lab.suite import Final, Record
 
 __all__ = ["content", "tables", "write"]
 
-OURS = "adabayes"  # names of ours begin so
+OURS = "adabayes"  # our optimizers' names begin with it
 _CLOCKS = ("steps", "seconds")
 
 
 def write(records: Sequence[Record], out: Path) -> Path:
-    """Write ``index.html`` to ``out``; where it is."""
+    """Write ``index.html`` to ``out`` and return its path."""
     return page.write("suite", "AdaBayes: the evidence", content(records), out / "index.html")
 
 
 def content(records: Sequence[Record]) -> dict[str, Any]:
-    """All that the page shows, as plain data."""
+    """Return all that the page shows, as plain data."""
     compared = {(c.workload, c.optimizer): c for c in suite.comparisons(records)}
     profiles = {clock: suite.profile(records, clock) for clock in _CLOCKS}
     factors = [factor for of in profiles.values() for points in of.values() for factor, _ in points]
@@ -83,7 +86,7 @@ def _mean_share(records: Sequence[Record], name: str, clock: str) -> float | Non
 
 
 def _problems(records: Sequence[Record]) -> list[str]:
-    """What is missing, and what diverged with the settings that won."""
+    """Return which runs are missing, and which diverged with the settings that won."""
     found = []
     for record in records:
         statuses = [trial.status for trial in record.trials] + [run.status for run in record.finals]
@@ -122,7 +125,7 @@ def _workload(record: Record, compared: dict[tuple[str, str], suite.Comparison])
         "reached": {name: vars(r) for name in record.labels if (r := suite.reached(record, name))},
         "ends": {name: _end(record, name, compared.get((record.name, name))) for name in record.labels},
         "curves": curves,
-        # What is far above says nothing about where it ends.
+        # Losses far above the end are cut off.
         "range": [
             math.log10(max(lowest, 1e-12)) - 0.03,
             math.log10(max(highest, lowest, 1e-12)) + 0.03,
@@ -132,7 +135,7 @@ def _workload(record: Record, compared: dict[tuple[str, str], suite.Comparison])
 
 
 def _curve(runs: Sequence[Final], step_seconds: float | None) -> dict[str, list[float]]:
-    """Means over seeds, test by test."""
+    """Return means over seeds, for each test."""
     length = min(len(run.curve) for run in runs)
     points = [[run.curve[i] for run in runs] for i in range(length)]
     steps = [float(at[0][0]) for at in points]
@@ -150,22 +153,15 @@ def _end(record: Record, name: str, compared: suite.Comparison | None) -> dict[s
         "error": _interval([run.test_error for run in runs]),
     }
     if compared:
-        found["difference"] = {
-            "mean": compared.difference, "low": compared.low, "high": compared.high, "verdict": compared.verdict,
-        }  # fmt: skip
+        found["difference"] = {**asdict(compared.difference), "verdict": compared.verdict}
     return found
 
 
 def _interval(values: Sequence[float | None]) -> dict[str, float | None] | None:
-    from scipy import stats
-
     found = [value for value in values if value is not None]
     if not found:
         return None
-    half = None
-    if len(found) > 1:
-        half = float(stats.t.ppf(0.975, len(found) - 1)) * statistics.stdev(found) / len(found) ** 0.5
-    return {"mean": statistics.fmean(found), "half": half}
+    return {"mean": statistics.fmean(found), "half": half_width(found) if len(found) > 1 else None}
 
 
 def _band(record: Record, name: str) -> dict[str, float] | None:
@@ -174,13 +170,13 @@ def _band(record: Record, name: str) -> dict[str, float] | None:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Steps and seconds to AdamW's loss, for a terminal."""
+    """Make tables of steps and seconds to AdamW's loss for a terminal."""
     return [_table(records, clock) for clock in _CLOCKS]
 
 
 def _table(records: Sequence[Record], clock: str) -> Table:
     labels = {name: label for record in records for name, label in record.labels.items() if name != REFERENCE}
-    heads = [label.replace("-", "-\n", 1).replace(" ", "\n", 1) for label in labels.values()]
+    heads = [re.sub("(?<=-)|(?<=Ada(?=B))| ", "\n", label) for label in labels.values()]  # narrow, to fit 80 columns
     grid = make_table(
         {"workload": "left", **dict.fromkeys(heads, "right")},
         f"{clock.capitalize()} to the loss of tuned AdamW, as a share of its own",

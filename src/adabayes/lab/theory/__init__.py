@@ -1,4 +1,4 @@
-"""The paper's theory, looked at: each claim simulated, measured against what it predicts, and drawn. No data needed."""
+"""Checks of the paper's theory: each claim is simulated, measured, compared with its prediction, and drawn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HEADER = ("claim", "measured", "predicted", "within", "")
 
 
 def table(topics: Sequence[Topic]) -> Table:
-    """All claims, for a terminal."""
+    """Make a table of all claims for a terminal."""
     shown = make_table({"claim": "wrap", **dict.fromkeys(_HEADER[1:], "right")}, box=SIMPLE_HEAD)
     for topic in topics:
         shown.add_row(plain(topic.title, "bold"))
@@ -54,7 +54,7 @@ def draw(topic: Topic, out: Path) -> None:
 
 
 def write(topics: Sequence[Topic], out: Path) -> Path:
-    """``theory.md``: all of it to read, with the figures."""
+    """Write ``theory.md``, which has all claims with their figures, and return its path."""
     lines = ["# The theory, checked", ""]
     for topic in topics:
         lines += [f"## {topic.title}", "", topic.text, "", f"![{topic.title}]({topic.name}.svg)", ""]
@@ -65,6 +65,6 @@ def write(topics: Sequence[Topic], out: Path) -> Path:
 
 
 def write_explorer(out: Path) -> Path:
-    """``explorer.html``: what learning rate a weight gets, with sliders, and settings converted."""
+    """Write ``explorer.html``, a page with sliders that shows the learning rate of a weight and converts settings."""
     settings = {"lr": LR, "lr_sgd": LR_SGD, "batch_size": BATCH, "momentum": 0.9}
     return page.write("explorer", "AdaBayes explorer", settings, out / "explorer.html")

@@ -1,4 +1,4 @@
-"""Claims of the theory: what was measured against what is predicted, by topic, each with a picture."""
+"""Claims of the theory by topic: measurements, predictions and a figure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Check:
-    """A claim: what was measured, what the theory predicts, and by how much the two may differ."""
+    """A claim: a measured value, the value that the theory predicts, and the largest difference allowed."""
 
     claim: str
     measured: float
@@ -35,7 +35,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Topic:
-    """A part of the theory: its claims, and a picture."""
+    """A part of the theory: its claims and a figure."""
 
     name: str
     title: str
@@ -48,7 +48,7 @@ TopicMaker = Callable[[], Topic]
 
 
 def relative(claim: str, measured: Any, predicted: Any, within: float) -> Check:
-    """Make a claim whose tolerance is a fraction of what is predicted."""
+    """Make a claim whose tolerance is a fraction of the prediction."""
     return Check(claim, float(measured), float(predicted), within * abs(float(predicted)))
 
 

@@ -1,4 +1,4 @@
-"""The theory of AdaBayes-K, looked at: the filter of a whole matrix, and what a rotation does to it."""
+"""Checks of the theory of AdaBayes-K, by simulation: the filter of a whole matrix, and rotated problems."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDENTITY = np.eye(WEIGHTS)
 
 
 def matrix() -> Topic:
-    """Where the filter of a whole matrix settles, and why scalar filters are enough."""
+    """Show where the filter of a whole matrix settles, and why scalar filters are enough."""
     random = np.random.default_rng(0)
     A, C = (_covariance(random, 1e-3, 1.0, ROWS), _covariance(random, 1e-2, 0.25, COLUMNS))
     H = np.asarray(np.kron(A, C), np.float64)  # of w = vec W, row by row
@@ -111,7 +111,7 @@ def matrix() -> Topic:
 
 
 def rotation() -> Topic:
-    """What an optimizer makes of a correlated problem, and of the same one rotated."""
+    """Compare optimizers on a correlated problem and on the same problem, rotated."""
     random = np.random.default_rng(0)
 
     # A layer of 24 weights and 8 others, which all learn by SGD: gradients -H w + xi, Cov[xi] = H.
@@ -124,7 +124,7 @@ def rotation() -> Topic:
     step = lr**2 * (H + lr * H @ H @ np.linalg.inv(2 * np.eye(size) - lr * H))  # covariance of a step of w, settled
 
     def optima(basis: Floats, of: NDArray[np.bool_]) -> Floats:
-        """Return how the best value of each coordinate of the layer depends on others: -H_ij / H_ii (Eq. 10)."""
+        """Return how the best value of each coordinate of the layer depends on the others: -H_ij / H_ii (Eq. 10)."""
         turned = basis.T @ H @ basis
         pull = np.eye(size) - turned / np.diag(turned)[:, None]
         return (pull * of)[:WEIGHTS] @ basis.T
@@ -142,7 +142,7 @@ def rotation() -> Topic:
     turn = _turn(TURN)
 
     def apart(name: str, step: int | None = None) -> float:
-        """Return how far the rotated path is from the path of the rotated problem, in units of the path's size."""
+        """Return the distance from the rotated path to the path of the rotated problem, relative to the path's size."""
         straight, turned = paths[name]
         moved = (straight - straight[0])[1:step]
         return float(np.linalg.norm((turned - turned[0])[1:step] - moved @ turn.T) / np.linalg.norm(moved))
@@ -226,13 +226,13 @@ def _error_of_the_filter(random: np.random.Generator, H: Floats, P: Floats) -> F
 def _filtered_in_both_bases(
     random: np.random.Generator, H: Floats, bases: tuple[Floats, Floats], dynamics: Dynamics
 ) -> tuple[float, float]:
-    """Run one filter of 24 x 24 and 24 scalar ones on the same gradients; the largest differences, rotated back."""
+    """Run a 24 x 24 filter and 24 scalar ones on the same gradients, and return the largest differences."""
     Q, decay = np.kron(*bases), math.sqrt(1 - dynamics.forget)
     root, h = np.linalg.cholesky(H), np.diag(Q.T @ H @ Q).reshape(ROWS, COLUMNS)
     P, mean = SIGMA2 * IDENTITY, np.zeros(WEIGHTS)
     variance, rotated = np.full((ROWS, COLUMNS), SIGMA2), np.zeros((ROWS, COLUMNS))
     truth, of_covariance, of_mean = np.zeros(WEIGHTS), 0.0, 0.0
-    for c in np.exp(random.normal(0, 1, 100)):  # batches that tell more, and less
+    for c in np.exp(random.normal(0, 1, 100)):  # batches with more and less information
         truth = decay * truth + math.sqrt(dynamics.noise) * random.standard_normal(WEIGHTS)
         gradient = c * H @ (truth - decay * mean) + math.sqrt(c) * root @ random.standard_normal(WEIGHTS)
         P = matrix_filtering.update(_predict(P, dynamics), c * H)
@@ -281,7 +281,7 @@ def _turn(degrees: float) -> Floats:
 
 
 def _path(make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], degrees: float, steps: int = 150) -> Floats:
-    """Return the way of a 2 x 1 matrix down the quadratic, turned by an angle; gradients have a little noise."""
+    """Return the path of a 2 x 1 matrix down the quadratic, rotated by an angle; gradients have a little noise."""
     turn, root = _turn(degrees), np.linalg.cholesky(QUADRATIC)
     random = np.random.default_rng(0)
     w = torch.from_numpy(turn @ START)[:, None]

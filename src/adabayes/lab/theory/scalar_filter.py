@@ -1,4 +1,4 @@
-"""The paper's theory, looked at: each claim simulated, measured against what it predicts, and drawn. No data needed."""
+"""Checks of the theory of the scalar filter, by simulation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CROSSOVER = LR / LR_SGD
 
 
 def drift() -> Topic:
-    """Why the optimum of a weight moves."""
+    """Show why the optimum of a weight moves."""
     random = np.random.default_rng(0)
 
     # Two weights. The other one learns by SGD from single data points, whose gradients are -H w + xi, Cov[xi] = H.
@@ -39,7 +39,7 @@ def drift() -> Topic:
 
     worst = max(abs(searched(other[t]) - optimum[t]) for t in range(0, steps, steps // 20))
 
-    # Many weights, which follow the Ornstein-Uhlenbeck process that the paper assumes of them.
+    # Many weights, which follow the Ornstein-Uhlenbeck process that the paper assumes.
     others, k, eta = 20, 0.01, 0.05
     root = random.standard_normal((others + 1, others + 1)) / math.sqrt(others)
     many = root @ root.T + 0.5 * np.eye(others + 1)
@@ -48,7 +48,7 @@ def drift() -> Topic:
     decay_of_many, noise_of_many = _fitted(of_many)
     predicted = eta**2 * many[0, 1:] @ many[0, 1:] / many[0, 0] ** 2
 
-    # What the gradients of data points tell: of a linear regression, whose features are correlated in the same way.
+    # The gradients of single data points, in a linear regression whose features are correlated in the same way.
     features = random.multivariate_normal([0, 0], H, size=steps)
     truth, estimate = np.array([0.5, -0.3]), np.array([0.1, 0.4])
     targets = features @ truth + random.standard_normal(steps)
@@ -90,7 +90,7 @@ def drift() -> Topic:
 
 
 def gain() -> Topic:
-    """Where the filter's gain settles, over seven decades of gradients."""
+    """Show where the filter's gain settles, over seven decades of gradients."""
     sizes = np.geomspace(1e-5, 1e2, 141)
     rms = torch.from_numpy(sizes)
     random = torch.Generator().manual_seed(0)
@@ -138,7 +138,7 @@ def gain() -> Topic:
 
 
 def limits() -> Topic:
-    """How far from SGD, how far from AdamW."""
+    """Measure the distance to SGD and to AdamW."""
     sizes = CROSSOVER * np.geomspace(1e-4, 1e4, 81)
     steps = 4000
 
@@ -175,7 +175,7 @@ def limits() -> Topic:
     dynamics = filtering.ornstein_uhlenbeck(filtering.drift(LR, LR_SGD, BATCH), LR_SGD)
     exact = filtering.exact_fixed_point(filtering.curvature(sizes, BATCH), dynamics)
     low, middle, high = (int(abs(np.log(x / at)).argmin()) for at in (0.01, 28.0, 100.0))
-    # With momentum, torch's SGD sums where we average, and has no correction of the first steps.
+    # With momentum, torch's SGD sums gradients where we average them, and does not correct the first steps.
     summed = displacement(lambda p: torch.optim.SGD(p, lr=LR_SGD * (1 - 0.9), momentum=0.9), since=1000)
     averaged = displacement(lambda p: AdaBayesFP(p, lr=LR, lr_sgd=LR_SGD), since=1000)
     with_momentum = abs(averaged / summed - 1)
@@ -196,7 +196,7 @@ def limits() -> Topic:
         "limits",
         "SGD below the crossover, AdamW above",
         f"How far weights have moved after {steps} steps, against torch.optim.SGD and torch.optim.AdamW on the same "
-        "gradients. AdaBayes-FP nears AdamW without end; the filter in a window, up to rms(g) = 1 / (B lr).",
+        "gradients. AdaBayes-FP comes ever closer to AdamW; the filter does so in a window, up to rms(g) = 1 / (B lr).",
         (
             relative("FP, 1/100 of the crossover: distance to SGD", to_sgd["AdaBayes-FP"][low],
                       1 - fixed[low] / LR_SGD, 1e-6),
@@ -214,7 +214,7 @@ def limits() -> Topic:
 
 
 def fixed_points() -> Topic:
-    """The paper's fixed point, and what it leaves out."""
+    """Compare the paper's fixed point with the exact one."""
     sizes = np.geomspace(1e-5, 1e3, 161)
     curvature = filtering.curvature(sizes, BATCH)
     k = filtering.drift(LR, LR_SGD, BATCH)
@@ -245,7 +245,7 @@ def fixed_points() -> Topic:
     return Topic(
         "fixed-points",
         "The paper's fixed point and the exact one",
-        "Eq. 20 drops a term. Up to rms(g) = 0.1 it makes no difference of note; above 1 / (B lr) the gain falls as "
+        "Eq. 20 drops a term. Up to rms(g) = 0.1 that makes little difference; above 1 / (B lr) the gain falls as "
         "1 / (B g²), faster than Adam's.",
         (
             Check("exact dynamics, iterated, against the quadratic: at worst", errors["exact"], 0, 1e-9),
@@ -260,7 +260,7 @@ def fixed_points() -> Topic:
 
 
 def normalisers() -> Topic:
-    """Root mean square from drift, mean square from forgetting (Appendix A)."""
+    """Derive the root mean square from drift, and the mean square from forgetting (Appendix A)."""
     sizes = np.geomspace(1e-4, 1e1, 101)
     lam, eta, sigma2, steps = 0.01, 0.01, 1.0, 40_000  # in the paper's units; the filter's memory is 10,000 steps
     noise = filtering.ornstein_uhlenbeck(filtering.drift(eta, sigma2), sigma2)
@@ -304,7 +304,7 @@ def normalisers() -> Topic:
 
 
 def schedule() -> Topic:
-    """What a drop of the learning rate does."""
+    """Show the effect of a drop of the learning rate."""
     before, after = 3000, 12_000
     sizes = torch.tensor([1e-4, 0.5], dtype=torch.float64)  # far below the crossover, and far above
     histories = {}
@@ -355,19 +355,17 @@ def schedule() -> Topic:
 
 
 def kalman() -> Topic:
-    """The scalar updates are exact inference."""
+    """Compare the scalar updates with exact inference."""
     random = np.random.default_rng(0)
     paths, steps, eta, sigma2 = 40_000, 60, 0.3, 1.0
     k = filtering.drift(eta, sigma2)
     dynamics = filtering.euler(k, sigma2)
-    H = np.exp(random.normal(-1, 1, steps))  # the curvature, another one at each step
+    H = np.exp(random.normal(-1, 1, steps))  # the curvature, which differs from step to step
 
-    # The model: the optimum drifts, and gradients are taken at what is believed before them.
+    # The model: the optimum drifts, and each gradient is taken at the mean believed before it.
     truth = math.sqrt(sigma2) * random.standard_normal(paths)
     mean, variance = np.zeros(paths), sigma2
-    history: list[
-        tuple[float, float, float, float]
-    ] = []  # of the first path: truth, gradient as of zero, mean, variance
+    history: list[tuple[float, float, float, float]] = []  # of the first path: truth, gradient at zero, mean, variance
     squared = np.zeros((steps, 3))  # error, variance, gradient, each squared, over paths
     priors = np.zeros(steps)
     for t in range(steps):
@@ -425,11 +423,11 @@ def kalman() -> Topic:
 
 
 def _autoregression(decay: float, noise: Floats) -> Floats:
-    """x(t+1) = decay x(t) + noise(t), of each column."""
+    """Simulate x(t+1) = decay x(t) + noise(t) in each column."""
     return np.asarray(lfilter([1.0], [1.0, -decay], noise, axis=0))
 
 
 def _fitted(path: Floats) -> tuple[float, float]:
-    """Decay and noise of an autoregression, by least squares."""
+    """Fit the decay and the noise of an autoregression by least squares."""
     decay = float(path[1:] @ path[:-1] / (path[:-1] @ path[:-1]))
     return decay, float(np.var(path[1:] - decay * path[:-1]))

@@ -1,4 +1,4 @@
-// The learning rate that a weight gets, as a function of the settings. The mathematics is that of adabayes.filtering.
+// The learning rate of a weight as a function of the settings. The mathematics is that of adabayes.filtering.
 const state = { ...data, weight_decay: 0.05, source: "adamw" };
 const sources = {
   adamw: { lr: 1e-3, beta1: 0.9, weight_decay: 0.05 },
@@ -6,10 +6,10 @@ const sources = {
   paper: { eta: 1e-3, eta_sgd: 0.1, beta1: 0.9, lambda: 5e-5 },
 };
 
-// Settings that people have, in ours.
+// Conversions of other optimizers' settings into ours.
 const convert = {
   adamw: ({ lr, beta1, weight_decay }) => ({ lr, lr_sgd: 100 * lr, momentum: beta1, weight_decay }),
-  // torch sums past gradients where we average them; its weight decay goes through the learning rate, ours through lr.
+  // torch sums past gradients, where we average them; it multiplies weight decay by its learning rate, we by lr.
   sgd: ({ lr, momentum, weight_decay }) => {
     const lr_sgd = lr / (1 - momentum);
     return { lr: lr_sgd / 100, lr_sgd, momentum, weight_decay: 100 * weight_decay };
@@ -20,7 +20,7 @@ const convert = {
 function filter({ lr, lr_sgd, batch_size }) {
   const k = (batch_size * lr ** 2) / (2 * lr_sgd);
   const decay = Math.exp(-2 * k), noise = -lr_sgd * Math.expm1(-2 * k);
-  // Where the gain settles under gradients of this size, and how many steps that takes.
+  // Where the gain settles for gradients of this size, and how many steps that takes.
   const settled = (g) => {
     const h = batch_size * g * g, b = noise / lr_sgd + noise * h;
     return (2 * noise) / (b + Math.sqrt(b * b + 4 * noise * decay * h));
@@ -32,13 +32,13 @@ function filter({ lr, lr_sgd, batch_size }) {
   return { settled, time, crossover: lr / lr_sgd, end: 1 / (batch_size * lr), memory: 1 / (2 * k) };
 }
 
-const short = (value) => Number(value.toPrecision(3)).toString();  // of what is worked out
-const whole = (value) => Number(value.toPrecision(12)).toString();  // of what is set
+const short = (value) => Number(value.toPrecision(3)).toString();  // for computed values
+const whole = (value) => Number(value.toPrecision(12)).toString();  // for settings
 const steps = (value) => (value < 1 ? "less than one step" : `${short(value)} steps`);
 const code = (s) => `AdaBayes(model.parameters(), lr=${whole(s.lr)}, lr_sgd=${whole(s.lr_sgd)}, batch_size=${s.batch_size}, `
   + `beta1=${whole(s.momentum)}, weight_decay=${whole(s.weight_decay)})`;
 
-// Sliders, over logarithms; momentum over those of 1 - momentum.
+// Sliders are logarithmic; that of momentum is so in 1 - momentum.
 const inverse = { to: (v) => -Math.log10(1 - v), from: (p) => 1 - 10 ** -p }, logarithm = { to: Math.log10, from: (p) => 10 ** p };
 const sliders = {
   lr: { label: "lr, Adam's learning rate", from: 1e-6, to: 1, scale: logarithm },
@@ -47,7 +47,7 @@ const sliders = {
   momentum: { label: "momentum, beta1", from: 0, to: 0.999, scale: inverse },
 };
 
-// A box for a number, which says so when it is given one that is not permitted.
+// A box for a number, with a warning if the number is not permitted.
 function number(id, value, label, from, to, set) {
   const node = make("input", { type: "number", id, step: "any", min: from, max: to, "aria-label": label, oninput: () => {
     const fits = node.value !== "" && node.checkValidity();
@@ -68,7 +68,7 @@ function makeSliders() {
   }
 }
 
-// What sets the settings at once, except the box that is being typed into.
+// Changes settings and shows them everywhere except in the box that is being typed into.
 function change(settings, typing) {
   Object.assign(state, settings);
   state.batch_size = Math.max(1, Math.round(state.batch_size));
@@ -114,17 +114,17 @@ function draw() {
   const row = (...cells) => make("tr", {}, ...cells.map((cell) => make("td", {}, cell)));
   const lambda = state.lr * state.weight_decay;
   get("facts").replaceChildren(
-    row("crossover: below this gradient size SGD, above Adam", short(f.crossover)),
+    row("crossover: SGD below this gradient size, Adam above", short(f.crossover)),
     row("end of Adam's regime", short(f.end)),
     row("time constant of the filter, lr_sgd / (batch_size lr²)", steps(f.memory)),
     row("memory of momentum, 1 / (1 - momentum)", steps(1 / (1 - state.momentum))));
   get("elsewhere").replaceChildren(
     row("AdamW, the limit of large gradients", `torch.optim.AdamW(lr=${whole(state.lr)}, betas=(${whole(state.momentum)}, 0.999), weight_decay=${whole(state.weight_decay)})`),
-    row("SGD, the limit of small ones", `torch.optim.SGD(lr=${short(state.lr_sgd * (1 - state.momentum))}, momentum=${whole(state.momentum)}, weight_decay=${short(lambda / state.lr_sgd)})`),
+    row("SGD, the limit of small gradients", `torch.optim.SGD(lr=${short(state.lr_sgd * (1 - state.momentum))}, momentum=${whole(state.momentum)}, weight_decay=${short(lambda / state.lr_sgd)})`),
     row("the paper", `η = ${short(state.lr)}, η_SGD = ${short(state.lr_sgd)}, σ² = ${short(state.lr_sgd / state.batch_size)}, λ = ${short(lambda)}`));
   get("code").textContent = code(state);
   get("warning").textContent = f.end < f.crossover
-    ? "There is no Adam regime: a single gradient outweighs all that the filter knew. Lower batch_size or lr, or take AdaBayes-FP." : "";
+    ? "There is no Adam regime: a single gradient outweighs all that the filter knew. Lower batch_size or lr, or use AdaBayes-FP." : "";
 }
 
 get("copy").addEventListener("click", () => copyText(code(state), get("copy")));

@@ -1,5 +1,5 @@
 "use strict";
-// What the pages share.
+// Shared by all pages.
 const data = JSON.parse(document.getElementById("data").textContent);
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const get = (id) => document.getElementById(id);
@@ -14,7 +14,7 @@ function make(tag, attributes = {}, ...children) {
   return node;
 }
 
-// Puts new children into a node; what had the keyboard's focus keeps it.
+// Replaces the children of a node, and keeps the keyboard's focus.
 function renew(node, ...children) {
   const focusable = () => [...node.querySelectorAll("button, select, input")];
   const at = focusable().indexOf(document.activeElement);
@@ -22,7 +22,7 @@ function renew(node, ...children) {
   if (at >= 0) focusable()[at]?.focus();
 }
 
-// A row of buttons of which one, or each for itself, is pressed.
+// A row of buttons, one of which is pressed.
 function choice(label, options, current, choose) {
   const set = make("fieldset", {}, make("legend", {}, label));
   for (const [value, text] of options) {
@@ -42,12 +42,15 @@ function layout(extra = {}) {
 }
 const config = { displayModeBar: false, responsive: true };
 
-// Logarithmic axes with whole numbers at 1, 2 and 5, which Plotly by itself shortens to their first digit.
+// Logarithmic axes with whole numbers at 1, 2 and 5, which Plotly would shorten to their first digit.
 const ticks = Array.from({ length: 12 }, (_, i) => i - 5).flatMap((power) => [1, 2, 5].map((digit) => Number((digit * 10 ** power).toPrecision(1))));
 const scale = (log) => (log ? { type: "log", tickmode: "array", tickvals: ticks, ticktext: ticks.map(String) } : { type: "linear", tickmode: "auto" });
 
+// A paired difference and its interval.
+const signed = (value) => (value > 0 ? "+" : "") + Number(value.toPrecision(3));
+const withInterval = (d) => `${signed(d.mean)} (${signed(d.low)} to ${signed(d.high)})`;
 
-// Text for Plotly, which takes some HTML.
+// Text for Plotly, which interprets some HTML.
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 
 // The two limits of the gain, and where the filter settles between them: the paper's Eq. 21.
@@ -62,7 +65,7 @@ async function copyText(text, button) {
   button.dataset.label ??= button.textContent;
   try {
     await navigator.clipboard.writeText(text);
-  } catch {  // pages opened from disk may not be allowed to: the old way
+  } catch {  // pages opened from disk may not be allowed to, so copy in the old way
     const area = make("textarea", { style: "position:fixed;opacity:0" });
     area.value = text;
     document.body.append(area);

@@ -1,4 +1,4 @@
-// Draws the report from the JSON in it. Everything that can be worked out beforehand was, in report.py.
+// Draws the report from the JSON in the page, which adabayes.lab.report has computed.
 const state = { when: data.panels.some((p) => p.published) ? "best" : "final", split: "test", metric: "error", x: "epoch", logx: false, logy: true, shown: new Set(data.optimizers.map((o) => o.name)), preset: "all" };
 const colour = (o) => (dark.matches ? o.dark : o.light);
 const dashes = { solid: "", dash: "6 3", dot: "2 3", dashdot: "7 3 2 3", longdash: "10 3" };
@@ -15,7 +15,7 @@ const withError = (m, digits) => (m ? fixed(m.mean, digits) + (m.error === null 
 let order = { column: null, up: true };
 const figures = (when) => data.panels.flatMap((panel) => [
   { panel, key: `${when}_test_error`, digits: panel.digits, title: panel.error },
-  { panel, key: `${when}_test_loss`, digits: 3, title: "loss" },
+  { panel, key: `${when}_test_loss`, digits: panel.loss_digits, title: "loss" },
 ]);
 
 function tableRows() {
@@ -23,7 +23,7 @@ function tableRows() {
   const rows = data.optimizers.map((o) => ({ o, cells: columns.map((c) => data.summary[c.panel.key]?.[o.name]?.[c.key] ?? null) }));
   if (order.column !== null) {
     const value = (row) => (order.column === -1 ? row.o.label.toLowerCase() : row.cells[order.column]?.mean);
-    const sign = order.up ? 1 : -1;  // what is not there comes last, either way
+    const sign = order.up ? 1 : -1;  // missing figures come last in both directions
     rows.sort((a, b) => (value(a) === undefined) - (value(b) === undefined) || (value(a) < value(b) ? -sign : value(a) > value(b) ? sign : 0));
   }
   const least = (column, of) => Math.min(...rows.filter(of).map((row) => row.cells[column]?.mean ?? Infinity));
@@ -44,23 +44,28 @@ function drawTable() {
       const marks = [cell && cell.mean === best[i] ? "best" : "", cell && o.adaptive && cell.mean === adaptive[i] ? "adaptive" : ""].join(" ").trim();
       const node = make("td", {}, make("span", { class: marks || undefined }, withError(cell, columns[i].digits)));
       const paper = published(columns[i], o);
-      if (paper) node.append(make("div", { class: "soft" }, `paper ${paper}`));
+      if (paper) node.append(make("div", { class: "soft" }, `published ${paper}`));
+      const difference = data.summary[columns[i].panel.key]?.[o.name]?.differences[columns[i].key];
+      if (difference) node.append(make("div", { class: "soft difference" }, withInterval(difference)));
       row.append(node);
     });
     return row;
   });
   renew(get("results"), make("thead", {}, top, names), make("tbody", {}, ...body));
-  get("table-note").textContent = "Bold: the best. Underlined: the best adaptive method (all but SGD), as the paper marks them. "
-    + (data.panels.some((p) => p.published) ? "Below each, what the paper's table has: one run, and its best epoch. " : "")
-    + (state.when === "best" ? "Of each run the best epoch, for error and loss apart, chosen on the data that is shown: flattering, and what the paper's table has." : "Of each run the last epoch.");
+  get("table-note").textContent = "Bold: the best. Underlined: the best adaptive method (all but SGD), as in the paper. "
+    + (data.panels.some((p) => p.published) ? "Below each: the published figure. " : "")
+    + (references.size ? `Small, with signs: the difference to ${[...references].join(" and ")} with the same seeds and batches, and its 95 % interval by Student's t, without a correction for the number of comparisons. ` : "")
+    + (state.when === "best" ? "Figures are at the best epoch of each run, separately for error and loss, chosen on the data that is shown: flattering, and as in the paper's table." : "Figures are at the last epoch.");
 }
 
+const references = new Set(Object.values(data.summary).flatMap(Object.values).filter((s) => Object.keys(s.differences).length)
+  .map((s) => data.optimizers.find((o) => o.name === s.reference).label));
 const published = (column, o) => fixed(column.panel.published?.[o.name]?.[column.title === "loss" ? 1 : 0], column.digits);
 
 function copied(kind) {
   const { columns, rows, best, adaptive } = tableRows();
   const papers = columns.filter((c) => c.panel.published);
-  const head = ["optimizer", ...columns.map((c) => `${c.panel.title} ${c.title}`), ...papers.map((c) => `paper's ${c.panel.title} ${c.title}`)];
+  const head = ["optimizer", ...columns.map((c) => `${c.panel.title} ${c.title}`), ...papers.map((c) => `published ${c.panel.title} ${c.title}`)];
   const escaped = (text) => (kind === "markdown" ? text.replaceAll("|", "\\|") : text.replace(/[&%$#_{}]/g, "\\$&"));
   const cell = (row, i) => {
     const text = withError(row.cells[i], columns[i].digits);
@@ -96,7 +101,7 @@ function traces(panel) {
     const curve = data.curves[panel.key]?.[o.name];
     if (!curve || !state.shown.has(o.name)) continue;
     const of = curve[`${state.split}_${state.metric}`];
-    // What a logarithmic axis cannot show is left out.
+    // A logarithmic axis cannot show values that are not positive.
     const at = of.mean.map((_, i) => i).filter((i) => of.mean[i] !== null && (of.mean[i] > 0 || !state.logy));
     const x = at.map((i) => (state.x === "epoch" ? i + 1 : curve.seconds[i])), mean = at.map((i) => of.mean[i]);
     const line = { color: colour(o), width: o.ours ? 2.6 : 1.7, dash: o.dash };
@@ -112,7 +117,7 @@ function traces(panel) {
 function drawCurves() {
   const grid = get("curves");
   if (!Object.keys(data.curves).length) {
-    grid.textContent = "No run has finished an epoch yet.";
+    grid.textContent = "No run has completed an epoch yet.";
     return;
   }
   if (!grid.children.length) {
@@ -150,7 +155,7 @@ function drawCurveBar() {
   }, swatch(o), o.label)));
 }
 
-// What each weight gets
+// Learning rates of weights
 
 const rates = { run: 0, epoch: data.rates[0]?.start, layer: "" };
 
@@ -160,7 +165,7 @@ function drawRates() {
   const run = data.rates[rates.run], now = run.epochs[rates.epoch];
   const chosen = run.layers.map((_, i) => i).filter((i) => !rates.layer || run.layers[i] === rates.layer);
   const points = (epoch, key) => chosen.flatMap((i) => epoch[key][i]);
-  // The same axes for all epochs, so that one sees points move.
+  // All epochs have the same axes, so that points can be seen to move.
   const positive = (key) => run.epochs.flatMap((epoch) => points(epoch, key)).filter((v) => v > 0);
   const highest = Math.max(...run.epochs.map((epoch) => epoch.lr_sgd)), lowest = Math.min(...run.epochs.map((epoch) => epoch.lr_sgd));
   const left = Math.min(lowest / 30, ...positive("adam")) / 2, right = highest * 1000, bottom = Math.min(left, ...positive("gain"));
@@ -192,7 +197,7 @@ function drawRatesBar() {
 
 // The rest
 
-// A few runs are named at once, many are folded away.
+// A few runs are named directly, many are folded away.
 const problem = ({ text, runs }) => (runs.length <= 3
   ? make("p", { class: "warn" }, `${text}: ${runs.join("; ")}.`)
   : make("details", { class: "warn" }, make("summary", {}, `${text}.`), make("ul", {}, ...runs.map((run) => make("li", {}, run)))));
@@ -204,7 +209,7 @@ function drawText() {
   const row = (cells, tag = "td") => make("tr", {}, ...cells.map((cell) => make(tag, {}, cell)));
   get("cost").replaceChildren(make("thead", {},
     make("tr", {}, make("th", {}, ""), ...data.panels.map((p) => make("th", { colspan: 2, style: "text-align:center" }, p.title))),
-    row(["optimizer", ...data.panels.flatMap(() => ["ms a step", "bytes a weight"])], "th")),
+    row(["optimizer", ...data.panels.flatMap(() => ["ms per step", "bytes per weight"])], "th")),
     make("tbody", {}, ...data.optimizers.map((o) => row([o.label, ...data.panels.flatMap((p) => {
       const cost = data.summary[p.key]?.[o.name];
       return [withError(cost?.milliseconds_per_step, 1), fixed(cost?.state_bytes?.mean, 1)];

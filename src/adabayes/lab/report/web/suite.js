@@ -1,4 +1,4 @@
-// Draws the suite's page from the JSON in it. Everything that can be worked out beforehand was, in suite_page.py.
+// Draws the suite's page from the JSON in it, which suite_page.py has computed.
 const state = { clock: "steps", x: "steps", end: "loss", shown: new Set(data.optimizers.map((o) => o.name)) };
 const colour = (o) => (dark.matches ? o.dark : o.light);
 const short = (value, digits) => (value === null || value === undefined ? "-" : value.toFixed(digits));
@@ -57,15 +57,15 @@ function drawEnds() {
     const cells = data.workloads.map((w) => w.ends[o.name]);
     if (state.end === "difference") {
       return { o, values: cells.map((c) => c?.difference?.mean ?? null), texts: cells.map((c) => (c?.difference
-        ? [`${c.difference.mean > 0 ? "+" : ""}${significant(c.difference.mean)}`, make("div", { class: "soft" }, c.difference.verdict)] : "")) };
+        ? [signed(c.difference.mean), make("div", { class: "soft" }, `${signed(c.difference.low)} to ${signed(c.difference.high)}`), make("div", { class: "soft" }, c.difference.verdict)] : "")) };
     }
     return { o, values: cells.map((c) => c?.[state.end]?.mean ?? null), texts: cells.map((c) => (c?.[state.end]
       ? [significant(c[state.end].mean), make("div", { class: "soft" }, c[state.end].half === null ? "" : `± ${Number(c[state.end].half.toPrecision(2))}`)] : "-")) };
   });
   table("ends", data.workloads.map((w) => w.name + (state.end === "error" ? ` (${w.error})` : "")), rows, true);
   get("end-note").textContent = state.end === "difference"
-    ? `Paired over seeds, in test loss; below zero is better. ${data.test}`
-    : `Mean over seeds with a 95 % interval, on the test set, at the end. Bold: the best.`;
+    ? `Paired over seeds, in test loss, with a 95 % interval; below zero is better. "Better" and "worse": ${data.test}`
+    : `Mean over seeds with a 95 % interval, on the test set, at the end of training. Bold: the best.`;
 }
 
 function drawCurves() {
