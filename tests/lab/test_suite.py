@@ -104,13 +104,23 @@ def test_the_target_is_adamws_mean_loss_at_the_end() -> None:
     assert suite.target(record()) == pytest.approx(2.0)
 
 
-def test_time_to_target_is_that_of_the_shortest_schedule_that_ends_there() -> None:
+def test_time_to_target_is_that_of_the_schedule_that_ends_there() -> None:
     assert suite.reached(record(slow=3.0), "fast") == suite.Reached(0.5, 1.5, 0.75)
     assert suite.reached(record(), "never") == suite.Reached(None, None, None)
     assert suite.reached(record(), "adamw") == suite.Reached(1.0, 1.0, 1.0)
     lost = record()
     lost.finals[2] = replace(lost.finals[2], status="diverged", loss=None)  # with half of the steps
     assert suite.reached(lost, "fast") == suite.Reached(1.0, 1.0, 0.75)
+
+
+def test_the_schedule_that_ends_at_the_target_is_on_a_line_between_those_next_to_it() -> None:
+    """Expected by hand: at 2.2 with 0.5 of the steps and 1.9 with 0.8, the line is at 2.0 after 0.7."""
+    runs = [final("adamw", 0, [(100, 2.0)], 2.0)]
+    runs += [final("fast", 0, [(1, loss)], loss, at) for at, loss in ((1.0, 1.5), (0.8, 1.9), (0.5, 2.2), (0.3, 9.0))]
+    found = suite.reached(replace(record(slow=2.0), finals=runs), "fast")
+    assert found is not None
+    assert found.share_of_steps == pytest.approx(0.7)
+    assert found.share_of_seconds == pytest.approx(1.4)
 
 
 def test_schedules_are_shortened_by_halving_what_is_open() -> None:

@@ -6,9 +6,10 @@ settings that win are run with fresh seeds, which give all optimizers the same i
 are tested on held-out training data as they train, and once on the test set, at the end.
 
 The target of a workload is the final validation loss of tuned AdamW, as a mean over seeds. Shorter schedules show how
-much training an optimizer needs to reach it: the winners are trained with 0.2 to 0.8 of the steps, and the shortest
-schedule that ends at the target, as a mean over seeds, counts. Its seconds are its steps times the time of a step,
-which is measured for all optimizers in turn on a machine that does nothing else.
+much training an optimizer needs to reach it: the winners are trained with 0.2 to 0.8 of the steps, and the length that
+ends at the target, as a mean over seeds, is read off a line between the shortest one that reaches it and the next
+shorter one. Its seconds are its steps times the time of a step, which is measured for all optimizers in turn on a
+machine that does nothing else.
 
 "Better" means: the paired difference in final test loss to AdamW, over seeds, is below zero by Student's t-test at 5 %
 after Holm's correction for all comparisons of the suite.
@@ -343,7 +344,7 @@ def _compact(content: dict[str, Any]) -> str:
 class Reached:
     """The training that an optimizer needs to reach the target, as shares of AdamW's; None if it does not."""
 
-    share_of_steps: float | None  # with the shortest schedule that ends there
+    share_of_steps: float | None  # with the schedule that ends there
     share_of_seconds: float | None
     within: float | None  # with a whole schedule: the first test at the target, as a median over seeds
 
@@ -354,15 +355,32 @@ def target(record: Record) -> float | None:
     return statistics.fmean(losses) if losses else None
 
 
-def _reaches(record: Record, optimizer: str) -> dict[float, bool]:
-    """Return, for each length of schedule that was tried, whether it ends at the target, as a mean over seeds."""
-    goal, found = target(record), {}
+def _ends(record: Record, optimizer: str) -> dict[float, float]:
+    """Return the mean final loss over seeds for each length of schedule that was tried; inf if a seed diverged."""
+    found = {}
     for length in (1.0, *LENGTHS):
         ran = [run for run in record.finals if (run.optimizer, run.length) == (optimizer, length)]
-        losses = [run.loss for run in ran if run.loss is not None]
-        if goal is not None and ran:  # a seed that diverges does not reach it
-            found[length] = len(losses) == len(ran) and statistics.fmean(losses) <= goal
+        if ran:
+            found[length] = statistics.fmean(math.inf if run.loss is None else run.loss for run in ran)
     return found
+
+
+def _reaches(record: Record, optimizer: str) -> dict[float, bool]:
+    """Return, for each length of schedule that was tried, whether it ends at the target."""
+    goal = target(record)
+    return {} if goal is None else {length: loss <= goal for length, loss in _ends(record, optimizer).items()}
+
+
+def _share_of_steps(record: Record, optimizer: str) -> float | None:
+    """Return the length of schedule that ends at the target, on a line between the two lengths next to it."""
+    goal, ends, reaches = target(record), _ends(record, optimizer), _reaches(record, optimizer)
+    above = min((length for length, enough in reaches.items() if enough), default=None)
+    if goal is None or above is None:
+        return None
+    below = max((length for length in ends if length < above), default=None)
+    if below is None or math.isinf(ends[below]):
+        return above
+    return below + (above - below) * (ends[below] - goal) / (ends[below] - ends[above])
 
 
 def _within(record: Record, optimizer: str) -> float | None:
@@ -376,10 +394,9 @@ def _within(record: Record, optimizer: str) -> float | None:
 
 def reached(record: Record, optimizer: str) -> Reached | None:
     """Return how much training an optimizer needs to reach the target; None if that is not known yet."""
-    ends = _reaches(record, optimizer)
-    if not ends:
+    if not _reaches(record, optimizer):
         return None
-    share = min((length for length, reaches in ends.items() if reaches), default=None)
+    share = _share_of_steps(record, optimizer)
     times = record.step_seconds
     timed = share is not None and optimizer in times and REFERENCE in times
     seconds = share * times[optimizer] / times[REFERENCE] if share is not None and timed else None
