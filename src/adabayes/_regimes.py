@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from adabayes._table import aligned, shortened
+from adabayes._table import aligned, html, shortened
 
 __all__ = ["GOLDEN", "QUANTILES", "Regime", "Regimes"]
 
@@ -25,6 +26,11 @@ class Regime:
     adam_like: float  # share with gradients above, where it nears lr / rms(gradient)
     lr_quantiles: tuple[float, ...]  # of the effective learning rate, at QUANTILES
     lr_sgd: float  # the highest learning rate that a weight can get, at present
+
+    def scalars(self) -> dict[str, float]:
+        """Return all but the name and the number of weights as a flat dict of floats."""
+        rates = {f"lr_{q:.0%}".rstrip("%"): rate for q, rate in zip(QUANTILES, self.lr_quantiles)}
+        return {"sgd_like": self.sgd_like, "adam_like": self.adam_like, **rates, "lr_sgd": self.lr_sgd}
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,19 @@ class Regimes:
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, for a log."""
         return asdict(self)
+
+    def scalars(self, prefix: str = "regimes", *, tensors: bool = False) -> dict[str, float]:
+        """Return the total as a flat dict of floats, for W&B, MLflow, TensorBoard or another logger.
+
+        Args:
+            prefix: what names begin with, as in ``"regimes/sgd_like"``.
+            tensors: add each parameter tensor, as in ``"regimes/0.weight/sgd_like"``. Signs in its name that a logger may
+                refuse become underscores.
+        """
+        rows = {prefix: self.total}
+        if tensors:
+            rows |= {f"{prefix}/{re.sub(r'[^A-Za-z0-9_./ -]', '_', row.name)}": row for row in self.tensors}
+        return {f"{name}/{key}": value for name, row in rows.items() for key, value in row.scalars().items()}
 
     def cells(self) -> Iterator[tuple[str, ...]]:
         """Yield the table as text: a header, a row for each tensor, the total."""
@@ -73,6 +92,9 @@ class Regimes:
         lines = aligned(list(self.cells()))
         rule = "-" * len(lines[0])
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *textwrap.wrap(self.hint, 80)])
+
+    def _repr_html_(self) -> str:
+        return html(list(self.cells()), [self.hint], totals=1)
 
     def print(self) -> None:
         """Print the table, in colour where rich is installed."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from adabayes._table import aligned, shortened
+from adabayes._table import aligned, html, shortened
 from adabayes.diagnostics._names import named
 from adabayes.eigenbasis import cut, factor, to_blocks
 from adabayes.optim._checks import check_range
@@ -162,17 +162,25 @@ class Correlations:
 
     def table(self) -> str:
         """Return a table of all layers, and the verdict."""
-        layers = self.layers()
+        header, *lines = aligned(self._cells())
+        rule = "-" * len(header)
+        wrapped = [line for note in self._notes() for line in textwrap.wrap(note, 80)]
+        return "\n".join([header, rule, *lines, *([rule] if lines else []), *wrapped])
+
+    def _repr_html_(self) -> str:
+        return html(self._cells(), self._notes())
+
+    def _cells(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("layer", "shape", *_SIDES, "total")]
-        for layer in layers:
+        for layer in self.layers():
             shown = [_percent(layer.shares[side]) for side in _SIDES]
             shape = " x ".join(map(str, layer.shape))
             rows.append((shortened(layer.name, 28), shape, *shown, _percent(layer.total)))
-        header, *lines = aligned(rows)
-        rule = "-" * len(header)
-        large = any(share is None for layer in layers for share in layer.shares.values())
-        note = [f"-: a side larger than {self._max_size}, not looked at."] if large else []
-        return "\n".join([header, rule, *lines, *([rule] if lines else []), *note, *textwrap.wrap(self.verdict, 80)])
+        return rows
+
+    def _notes(self) -> list[str]:
+        large = any(share is None for layer in self.layers() for share in layer.shares.values())
+        return [*([f"-: a side larger than {self._max_size}, not looked at."] if large else []), self.verdict]
 
     def plot(self, path: str | PathLike[str] | None = None, ax: Axes | None = None) -> Axes:
         """Draw the shares of all layers and save the figure to ``path`` if given."""

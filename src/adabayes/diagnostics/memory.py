@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from adabayes._table import html
 from adabayes.eigenbasis import cut
 
 __all__ = ["MemoryPlan", "matrix_memory_plan", "memory_plan"]
@@ -30,6 +31,11 @@ class MemoryPlan:
     def seconds(self, bandwidth: float) -> float:
         """Return the time of a step on large tensors, which memory limits; ``bandwidth`` is in bytes per second."""
         return self.moved / bandwidth
+
+    def _repr_html_(self) -> str:
+        parts = ("parameters", "gradients", "state", "total", "moved")
+        rows = [("", "GB per device"), *((part, f"{getattr(self, part) / 1e9:.3g}") for part in parts)]
+        return html(rows, ["total: what stays on the device. moved: what a step reads and writes."])
 
 
 def memory_plan(
