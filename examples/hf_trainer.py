@@ -24,9 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from adabayes import AdaBayes, param_groups
 from adabayes.diagnostics import regimes
+from adabayes.integrations.huggingface import global_batch_size, optimizer_cls_and_kwargs
 
 CONTEXT = 64
-LR, LR_SGD, WEIGHT_DECAY = 3e-3, 9.0, 0.1
+LR, LR_SGD = 3e-3, 9.0
 
 
 class Characters(Dataset[dict[str, Tensor]]):
@@ -83,30 +84,30 @@ def main() -> None:
         max_grad_norm=1.0,
         lr_scheduler_type="cosine",
         warmup_steps=math.ceil(args.steps / 10),
-        weight_decay=WEIGHT_DECAY,  # of the groups that the Trainer makes
+        learning_rate=LR,
+        weight_decay=0.1,
         logging_steps=math.ceil(args.steps / 10),
         save_steps=math.ceil(args.steps / 2),
         save_total_limit=1,
         report_to="none",
         dataloader_pin_memory=torch.accelerator.is_available(),
     )
-    # train_batch_size is that of all GPUs of this process. Sequences, not tokens.
-    batch_size = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    batch_size = global_batch_size(training)  # of sequences, not tokens
     print(
         f"global batch: {training.train_batch_size} x {training.gradient_accumulation_steps} accumulated "
         f"x {training.world_size} processes = {batch_size} sequences of {CONTEXT} characters"
     )
-    # The learning rate is told here: that of TrainingArguments is for the Trainer's own optimizers.
-    settings: dict[str, Any] = {"lr": LR, "lr_sgd": LR_SGD, "batch_size": batch_size}
 
     set_seed(0)
     model = small_llama()
     given: dict[str, Any]
     if args.how == "instance":
+        groups = param_groups(model, training.weight_decay)
+        optimizer = AdaBayes(groups, lr=training.learning_rate, lr_sgd=LR_SGD, batch_size=batch_size)
         # None: the scheduler of TrainingArguments. A scheduler of your own goes in its place.
-        given = {"optimizers": (AdaBayes(param_groups(model, WEIGHT_DECAY), **settings), None)}
-    else:
-        given = {"optimizer_cls_and_kwargs": (AdaBayes, settings)}
+        given = {"optimizers": (optimizer, None)}
+    else:  # with the learning rate and the batch size of TrainingArguments
+        given = {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs(training, AdaBayes, lr_sgd=LR_SGD)}
     train, test = standard_library()
     trainer = Trainer(model, training, train_dataset=train, eval_dataset=test, **given)
     trainer.train()  # trainer.train(resume_from_checkpoint=True) goes on from the newest checkpoint, exactly

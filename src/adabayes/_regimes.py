@@ -60,8 +60,8 @@ class Regimes:
 
         Args:
             prefix: what names begin with, as in ``"regimes/sgd_like"``.
-            tensors: add each parameter tensor, as in ``"regimes/0.weight/sgd_like"``. Signs in its name that a logger may
-                refuse become underscores.
+            tensors: add each parameter tensor, as in ``"regimes/0.weight/sgd_like"``. Characters in its name that a
+                logger may refuse become underscores.
         """
         rows = {prefix: self.total}
         if tensors:
