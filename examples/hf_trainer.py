@@ -2,11 +2,11 @@
 
     python examples/hf_trainer.py [--how instance|class] [--steps 200] [--out out/hf]
 
-For whoever trains with Hugging Face's Trainer: how an optimizer that it does not know by name is handed to it,
-ready-made (``--how instance``) or as a class, for which it makes the parameter groups itself (``--how class``). Both
-give the same model. One sees the Trainer's own progress, how many weights moved like SGD and how many like Adam, and
-the loss on modules that were held out, in bits a character. The text is the source of Python's standard library: no
-download. A minute on two cores.
+How to give the Trainer an optimizer that it does not know by name: as an instance (``--how instance``), or as a class
+with the settings of TrainingArguments, for which it makes the parameter groups itself (``--how class``). Both give the
+same model. Prints the Trainer's progress, the shares of weights that moved like SGD and like Adam, and the loss on
+held-out modules, in bits per character. The text is the source of Python's standard library: no download. A minute on
+two cores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LR, LR_SGD = 3e-3, 9.0
 
 
 class Characters(Dataset[dict[str, Tensor]]):
-    """ASCII in pieces of a fixed length. The model itself moves the labels by one."""
+    """ASCII in pieces of a fixed length. The model itself shifts the labels by one."""
 
     def __init__(self, text: bytes) -> None:
         codes = torch.tensor([code for code in text if code < 128])
@@ -45,7 +45,7 @@ class Characters(Dataset[dict[str, Tensor]]):
 
 
 def standard_library() -> tuple[Characters, Characters]:
-    """Some modules to train on, and others to test."""
+    """Return some modules for training, and others for the test."""
     modules = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
     test = modules[::20]
     train = [module for i, module in enumerate(modules) if i % 20]
@@ -116,7 +116,7 @@ def main() -> None:
     assert trainer.optimizer is not None
     weights = regimes(trainer.optimizer).total
     print(f"{weights.sgd_like:.0%} of the weights moved like SGD, {weights.adam_like:.0%} like Adam")
-    print(f"held-out modules: {loss / math.log(2):.2f} bits a character")
+    print(f"held-out modules: {loss / math.log(2):.2f} bits per character")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
     python examples/lightning_cli.py fit --config examples/configs/lightning.yaml [--optimizer.init_args.lr 3e-3]
 
-For whoever trains with LightningCLI: the module has no ``configure_optimizers``. One sees Lightning's progress and, at
-the end, the training loss and the share of directions that move like Adam, as the CSV file has them. Ten seconds on two
-cores, no download.
+With LightningCLI, the module needs no ``configure_optimizers``. Prints Lightning's progress and, at the end, the training
+loss and the share of directions that move like Adam, read from the CSV log. Ten seconds on two cores, no download.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class DigitsData(L.LightningDataModule):
 
 
 def main() -> None:
-    # Lightning about itself, and about digits being too few to need workers
+    # Lightning's warnings about itself, and about workers, for which digits are too few
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for known in (".*LeafSpec", ".*does not have many workers", "Experiment logs directory .* exists"):
         warnings.filterwarnings("ignore", message=known)
