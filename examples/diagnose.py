@@ -3,10 +3,10 @@
     python examples/diagnose.py [--steps 200]
 
 Reports what looks wrong in the set-up, if anything. Then prints, layer by layer, the learning rates that weights
-actually get, and draws the paper's learning-rate figure for this network to out/diagnose.png. Dots on the horizontal line
-move like SGD, dots on the diagonal like Adam; they scatter while gradients change faster than the filter can follow. The
-network is a small convolutional one on handwritten digits: ten seconds on two cores, no download. docs/diagnose.md says
-what to change if you do not like what you see.
+actually get, and draws the paper's learning-rate figure for this network to out/diagnose.png. Dots on the horizontal
+line move like SGD, dots on the diagonal like Adam; they scatter while gradients change faster than the filter can
+follow. The network is a small convolutional one on handwritten digits: ten seconds on two cores, no download.
+docs/diagnose.md says what to change if you do not like what you see.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def training() -> tuple[nn.Module, AdaBayes, Callable[[Tensor, Tensor], Tensor],
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="steps of training (default: 200)")
-    parser.add_argument("--out", type=Path, default=Path("out/diagnose.png"), help="picture (default: out/diagnose.png)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/diagnose.png"), help="picture (default: out/diagnose.png)"
+    )
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: must be at least 1")

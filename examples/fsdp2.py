@@ -4,8 +4,8 @@
 
 For models that do not fit on one device. Trains for half of the steps, saves, creates everything anew, loads, and
 continues, as a job does that was stopped and restarted. Prints the test error at each stage, and the weights and state
-that each process holds. Runs on CPUs with gloo and on GPUs with nccl, with 1, 2, 4, 8, ... processes. Ten seconds on two
-cores, no download.
+that each process holds. Runs on CPUs with gloo and on GPUs with nccl, with 1, 2, 4, 8, ... processes. Ten seconds on
+two cores, no download.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ def run(steps: int, folder: Path, device: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="steps of both halves together (default: 300)")
-    parser.add_argument("--checkpoint", type=Path, default=Path("out/fsdp2"), help="folder of the checkpoint (default: out/fsdp2)")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("out/fsdp2"), help="folder of the checkpoint (default: out/fsdp2)"
+    )
     args = parser.parse_args()
     if args.steps < 2:
         parser.error(f"--steps {args.steps}: must be at least 2, one for each half")

@@ -2,8 +2,8 @@
 
     python examples/hydra_app.py [optimizer.lr=0.003] [optimizer._target_=torch.optim.AdamW]
 
-``instantiate`` gets the parameters; everything else is in ``configs/hydra.yaml``. Prints the settings and the test error.
-Ten seconds on two cores, no download.
+``instantiate`` gets the parameters; everything else is in ``configs/hydra.yaml``. Prints the settings and the test
+error. Ten seconds on two cores, no download.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python examples/lightning_cli.py fit --config examples/configs/lightning.yaml [--optimizer.init_args.lr 3e-3]
 
-With LightningCLI, the module needs no ``configure_optimizers``. Prints Lightning's progress and, at the end, the training
-loss and the share of directions that move like Adam, read from the CSV log. Ten seconds on two cores, no download.
+With LightningCLI, the module needs no ``configure_optimizers``. Prints Lightning's progress and, at the end, the
+training loss and the share of directions that move like Adam, read from the CSV log. Ten seconds on two cores, no
+download.
 """
 
 from __future__ import annotations
