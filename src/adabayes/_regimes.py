@@ -18,10 +18,10 @@ GOLDEN = (1 + 5**0.5) / 2  # at the crossover, rms(g) = lr / lr_sgd, the gain is
 
 @dataclass(frozen=True)
 class Regime:
-    """Weights of one tensor, or of all: how many are on either side of the crossover, and their learning rates."""
+    """Shares of the weights of one tensor, or of all, on either side of the crossover, and their learning rates."""
 
     name: str
-    weights: int  # how many; of a sharded tensor, in the shard that is here
+    weights: int  # number of weights; of a sharded tensor, those of the local shard
     sgd_like: float  # share with gradients below lr / lr_sgd, where the gain nears lr_sgd
     adam_like: float  # share with gradients above, where it nears lr / rms(gradient)
     lr_quantiles: tuple[float, ...]  # of the effective learning rate, at QUANTILES
@@ -35,11 +35,11 @@ class Regime:
 
 @dataclass(frozen=True)
 class Regimes:
-    """The regimes of each parameter tensor and in total. Prints as a table, with a hint where one rate rules."""
+    """Regimes of each parameter tensor and in total. Prints as a table, with a hint if one rate has no effect."""
 
     tensors: tuple[Regime, ...]
     total: Regime
-    bounded: bool = False  # whether lr_sgd is meant as a bound that few reach, as that of AdaBayes-K is
+    bounded: bool = False  # whether lr_sgd is only a bound, which few directions reach, as in AdaBayes-K
 
     @classmethod
     def of(cls, tensors: Sequence[Regime], lr_quantiles: tuple[float, ...], bounded: bool = False) -> Regimes:
@@ -52,7 +52,7 @@ class Regimes:
         return cls(tuple(tensors), Regime("total", weights, sgd_like, adam_like, lr_quantiles, highest), bounded)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data, for a log."""
+        """Return the regimes as plain data, for a log."""
         return asdict(self)
 
     def scalars(self, prefix: str = "regimes", *, tensors: bool = False) -> dict[str, float]:
@@ -79,7 +79,7 @@ class Regimes:
     def hint(self) -> str:
         """Advice where one of the two learning rates has no effect; empty where both have."""
         if self.total.sgd_like > 0.99:
-            usual = "leave it out for 1e5 times lr" if self.bounded else "transformers want 1000 to 3000 times lr"
+            usual = "leave it out for 1e5 times lr" if self.bounded else "transformers need 1000 to 3000 times lr"
             return (
                 "Nearly all weights move like SGD: lr has no effect. For more of Adam, raise lr_sgd, tenfold or more; "
                 f"{usual}."
