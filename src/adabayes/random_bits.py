@@ -17,7 +17,7 @@ STREAMS = {"exp_avg": (0, 0), "second": (0, 16), "third": (0xC2B2AE35, 0), "para
 
 
 def mix(x: Bits) -> Bits:
-    """Return random bits for an element: evenly distributed among neighbours and, by the key, independent over steps."""
+    """Return random bits for an element: evenly spread among neighbours and, by the key, independent over steps."""
     x = _low(x * _as(x, 0x9E3779B1))
     return x ^ (x >> 16)
 

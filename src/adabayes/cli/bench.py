@@ -16,7 +16,12 @@ __all__ = ["add"]
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser("bench", help="time a step against torch's optimizers", description=bench.__doc__)
     parser.add_argument("--quick", action="store_true", help="small workloads and few repeats: about a minute")
-    parser.add_argument("--backend", choices=("torch", "jax"), default="torch", help="library whose optimizers are timed (default: torch)")
+    parser.add_argument(
+        "--backend",
+        choices=("torch", "jax"),
+        default="torch",
+        help="library whose optimizers are timed (default: torch)",
+    )
     parser.add_argument("--matrix", action="store_true", help="AdaBayes-K and its rivals: a few minutes")
     parser.add_argument("--threads", type=int, help="number of threads (default: torch's)")
     parser.add_argument(
