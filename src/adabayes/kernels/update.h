@@ -53,7 +53,7 @@ RUN(adabayes) {
     }
 }
 
-/* As an option, the variance is that of what the average did not foresee. */
+/* With `centred`, the variance is that of what the average did not predict. */
 #define SETTLED(CENTRED)                                                                                           \
     for (int32_t i = 0; i < count; i++) {                                                                          \
         const uint32_t who = (first + (uint32_t)i) ^ key, random = mix(who), more = mix(who ^ PARAM_STREAM);       \
