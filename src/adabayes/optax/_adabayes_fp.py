@@ -49,7 +49,7 @@ class Settled(NamedTuple):
 
 
 def _agreeing(move: jax.Array, gradient: jax.Array) -> jax.Array:
-    """Leave out what opposes the newest gradient, and scale up the rest, at most tenfold, to the same length."""
+    """Drop what opposes the newest gradient, and scale up the rest, at most tenfold, to the same length."""
     tiny = jnp.finfo(move.dtype).tiny  # type: ignore[no-untyped-call]
     kept = jnp.where(move * jnp.sign(gradient) > 0, move, 0.0)
     share = jnp.abs(kept).sum() / jnp.maximum(jnp.abs(move).sum(), tiny)
@@ -69,9 +69,9 @@ def scale_by_adabayes_fp(
     state_dtype: Any = None,
     seed: int = 0,
 ) -> optax.GradientTransformation:
-    """Scale gradients by the fixed point of the gain, in units of the learning rate, which is to follow in the chain.
+    """Scale gradients by the fixed point of the gain, in units of the learning rate.
 
-    Arguments are those of :func:`adabayes_fp`.
+    The chain has to scale by the learning rate afterwards. Arguments are those of :func:`adabayes_fp`.
     """
     rates = TwoRates(learning_rate, base_lr, lr_sgd, SETTLED_RATIO)
     b1, b2 = plain(b1), plain(b2)
@@ -113,9 +113,9 @@ def adabayes_fp(
     """AdaBayes-FP, Algorithm 2: the filter at its fixed point, AdamW whose epsilon is ``learning_rate / lr_sgd``.
 
     It gives the same numbers as :class:`adabayes.AdaBayesFP`. Arguments are those of :func:`adabayes`; ``b2`` is the
-    decay of the averaged square. ``lr_sgd=None`` is 1e5 times the base, whatever that is, which is AdamW but for the
-    smallest gradients. ``cautious`` leaves out what opposes the newest gradient, and scales up the rest, so that the
-    step stays as long; ``centred`` averages the squares of what the average did not foresee.
+    decay of the averaged square. ``lr_sgd=None`` is 1e5 times the base, whatever that is, which is AdamW except for the
+    smallest gradients. ``cautious`` drops what opposes the newest gradient, and scales up the rest to keep the length
+    of the step; ``centred`` averages the squares of what the average did not predict.
     """
     directions = scale_by_adabayes_fp(
         learning_rate,
