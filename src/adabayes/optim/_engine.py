@@ -144,7 +144,7 @@ class EngineOptimizer(StatefulOptimizer):
 
     @property  # type: ignore[override]
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """The state, as in torch. Code that has accessed it may change it any time: from then on, fused steps check it."""
+        """The state, as in torch. Code that has accessed it may change it any time, so fused steps then check it."""
         state = own_state(self)
         self._fused.lend()
         return state
