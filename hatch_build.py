@@ -48,6 +48,7 @@ def compile_kernels(source: Path, target: Path) -> str | None:
     if compiler is None:
         return f"there is no C compiler ({', '.join(compilers)})"
     flags = FLAGS.split() + ([] if sys.platform == "win32" else ["-fPIC", "-pthread"])
-    command = [compiler, *flags, *os.environ.get("CFLAGS", "").split(), "-o", str(target), str(source), "-lm"]
+    flags += [flag for name in ("CFLAGS", "ARCHFLAGS") for flag in os.environ.get(name, "").split()]
+    command = [compiler, *flags, "-o", str(target), str(source), "-lm"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return None if done.returncode == 0 else f"{' '.join(command)} failed:\n{done.stderr}"

@@ -20,6 +20,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(?!adabayes).*|.*\._.*")
 ]  # others' sites are not asked; what is private has no page
 
+autodoc_mock_imports = ["timm"]  # it needs a torchvision that fits the build of torch
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 100

@@ -2,8 +2,8 @@
 
     python examples/char_gpt.py [--steps 600] [--lr 0.004]
 
-For those who train transformers: AdamW and AdaBayes-K side by side, one line apart. Decay for matrices only, linear
-warm-up and cosine, accumulated gradients, clipping. Prints the test loss in nats per character (log 128 = 4.85 for a
+AdamW and AdaBayes-K on a transformer, one line apart: decay for matrices only, linear warm-up and cosine, accumulated
+gradients, clipping. Prints the test loss in nats per character (log 128 = 4.85 for a
 guess) of both as it falls, and what the second network writes at the end. Two minutes on two cores, no download.
 """
 
@@ -22,7 +22,7 @@ from adabayes import AdaBayesK, param_groups
 from adabayes.lab.data import Data, load
 from adabayes.lab.models import CharTransformer
 
-MICRO_BATCH, ACCUMULATION = 4, 2  # windows of 128 characters at a time; how many times, until a step is taken
+MICRO_BATCH, ACCUMULATION = 4, 2  # windows of 128 characters at a time, and how many times before a step
 
 
 def warmup_cosine(step: int, steps: int) -> float:
@@ -36,7 +36,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def test_loss(model: nn.Module, data: Data) -> float:
-    """On every eighth window: near enough, and soon done."""
+    """Return the loss on every eighth window, which is accurate enough and quick."""
     model.eval()
     return loss_of(model, *data.test_batch(torch.arange(0, data.count("test"), 8))).item()
 
@@ -67,7 +67,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, steps:
 
 @torch.no_grad()
 def write(model: nn.Module, start: str, length: int, context: int) -> str:
-    """Go on from a text, each character drawn from what the network expects, a little sharpened."""
+    """Continue a text, drawing each character from the network's prediction, slightly sharpened."""
     model.eval()
     random = torch.Generator().manual_seed(3)
     text = torch.tensor([list(start.encode("ascii"))])
@@ -79,8 +79,8 @@ def write(model: nn.Module, start: str, length: int, context: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="(default: 600)")
-    parser.add_argument("--lr", type=float, default=4e-3, help="of both (default: 0.004)")
+    parser.add_argument("--steps", type=int, default=600, help="steps of each run (default: 600)")
+    parser.add_argument("--lr", type=float, default=4e-3, help="learning rate of both (default: 0.004)")
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: must be at least 1")

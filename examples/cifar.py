@@ -3,8 +3,8 @@
     adabayes data fetch cifar10
     python examples/cifar.py [--optimizer adabayes|adabayes-fp|adamw|sgd] [--epochs 1] [--images 50000] [--data DIR]
 
-For those who want to see what changes in their own loop: one line, where the optimizer is made. Prints the test error
-of the weights as they are, and of their moving average: 43 % after one epoch, which takes a good minute on two cores.
+Shows what changes in a training loop of your own: one line, which creates the optimizer. Prints the test error of the
+weights and of their moving average: 43 % after one epoch, which takes a good minute on two cores.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def test_error(model: nn.Module, data: Data) -> float:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, images: int, epochs: int) -> AveragedModel:
-    """The averaged model; the other is trained in place."""
+    """Train the model in place, and return its moving average."""
     steps = epochs * -(-images // BATCH)
     peaks: Any = [group["lr"] for group in optimizer.param_groups]
     scheduler = OneCycleLR(optimizer, peaks, total_steps=steps)
-    # Over the last twentieth of training: a longer memory would still hold the weights of its first half. The buffers
-    # are BatchNorm's statistics, which belong to the weights and are averaged with them.
+    # Averages over the last twentieth of training: a longer memory would still hold weights of the first half. The
+    # buffers are BatchNorm's statistics, which belong to the weights and are averaged with them.
     decay = 1 - 1 / (1 + steps / 20)
     average = get_ema_multi_avg_fn(decay)
     averaged = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
@@ -78,9 +78,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, images
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adabayes", help="(default: adabayes)")
-    parser.add_argument("--epochs", type=int, default=1, help="(default: 1)")
-    parser.add_argument("--images", type=int, help="train on so many of them only (default: all)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adabayes", help="optimizer (default: adabayes)")
+    parser.add_argument("--epochs", type=int, default=1, help="epochs (default: 1)")
+    parser.add_argument("--images", type=int, help="number of images to train on (default: all)")
     parser.add_argument("--data", type=Path, help="folder with the data set (default: where `data fetch` puts it)")
     args = parser.parse_args()
     if args.epochs < 1:

@@ -1,8 +1,8 @@
-"""Will AdaBayes-K help? Looks at the gradients of a small GPT while AdamW trains it.
+"""Will AdaBayes-K help? Watches the gradients of a small GPT while AdamW trains it.
 
     python examples/correlations.py [--steps 100]
 
-AdaBayes-K makes use of correlations between the entries of a gradient, which Adam ignores. Prints how much of their
+AdaBayes-K uses the correlations between the entries of a gradient, which Adam ignores. Prints how much of their
 covariance lies off the diagonal, layer by layer, and draws it to out/correlations.png. Put your own network and data
 into ``main`` and ``train``. Ten seconds on two cores, no download.
 """
@@ -36,9 +36,9 @@ def train(model: nn.Module, data: Data, steps: int) -> Correlations:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help="(default: 100)")
+    parser.add_argument("--steps", type=int, default=100, help="steps to watch (default: 100)")
     parser.add_argument(
-        "--out", type=Path, default=Path("out/correlations.png"), help="(default: out/correlations.png)"
+        "--out", type=Path, default=Path("out/correlations.png"), help="picture (default: out/correlations.png)"
     )
     args = parser.parse_args()
     if args.steps < 2:

@@ -2,11 +2,11 @@
 
     python examples/diagnose.py [--steps 200]
 
-First, what looks wrong in the set-up, if anything does; then a table, layer by layer, with the learning rates that
-weights really get; and the paper's learning-rate figure for this very network, out/diagnose.png: dots on the horizontal
-line move like SGD, dots on the diagonal like Adam, and they scatter while gradients change faster than the filter can
-follow. Here it is a small convolutional network on handwritten digits: ten seconds on two cores, no download. What to
-change when you do not like what you see: docs/diagnose.md.
+Reports what looks wrong in the set-up, if anything. Then prints, layer by layer, the learning rates that weights
+actually get, and draws the paper's learning-rate figure for this network to out/diagnose.png. Dots on the horizontal
+line move like SGD, dots on the diagonal like Adam; they scatter while gradients change faster than the filter can
+follow. The network is a small convolutional one on handwritten digits: ten seconds on two cores, no download.
+docs/diagnose.md says what to change if you do not like what you see.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BATCH = 64
 
 
 def training() -> tuple[nn.Module, AdaBayes, Callable[[Tensor, Tensor], Tensor], Iterator[tuple[Tensor, Tensor]]]:
-    """What to replace by your own: model, optimizer, loss of a minibatch, minibatches."""
+    """Return model, optimizer, loss of a minibatch and minibatches; replace them by your own."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
@@ -57,8 +57,10 @@ def training() -> tuple[nn.Module, AdaBayes, Callable[[Tensor, Tensor], Tensor],
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="of training before the look (default: 200)")
-    parser.add_argument("--out", type=Path, default=Path("out/diagnose.png"), help="(default: out/diagnose.png)")
+    parser.add_argument("--steps", type=int, default=200, help="steps of training (default: 200)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/diagnose.png"), help="picture (default: out/diagnose.png)"
+    )
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: must be at least 1")

@@ -2,9 +2,9 @@
 
     python examples/digits.py [--epochs 30] [--seeds 3] [--out out/digits]
 
-What one sees: the pair train, given AdamW's learning rate and SGD's, to the same test error as either, within the
-noise of seeds (digits are easy: this shows that things work, not which is better); and which weights AdaBayes moved
-like SGD, which like Adam. Half a minute on two cores, no download.
+Given AdamW's learning rate and SGD's, AdaBayes and AdaBayes-FP reach the same test error as either, within the noise of
+seeds. Digits are easy: this shows that things work, not which is better. A second table shows which weights AdaBayes
+moved like SGD, and which like Adam. Half a minute on two cores, no download.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COLOURS = {"SGD": "tab:orange", "AdamW": "tab:blue", "AdaBayes": "tab:green", "A
 
 @dataclass
 class Run:
-    """What happened in one run, epoch by epoch."""
+    """The record of one run, epoch by epoch."""
 
     train_loss: list[float] = field(default_factory=list)
     test_loss: list[float] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Run:
 
 
 def digits(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A fifth of the images, chosen by the seed, to test on."""
+    """Split off a fifth of the images, chosen by the seed, for the test."""
     pixels, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(pixels / 16, dtype=torch.float32).reshape(-1, 1, 8, 8), torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
@@ -101,13 +101,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int, seed:
 
 
 def with_error(values: list[float], digits: int) -> str:
-    """Mean and standard error over seeds."""
+    """Return the mean and its standard error over seeds."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
     return f"{statistics.fmean(values):.{digits}f} ± {error:.{digits}f}"
 
 
 def sparkline(values: list[float], low: float, high: float) -> str:
-    """Eight levels of blocks, on the same scale for all."""
+    """Draw values as blocks of eight heights, on the same scale for all."""
     bars = "▁▂▃▄▅▆▇█"
     return "".join(bars[min(7, max(0, int(8 * (v - low) / (high - low))))] for v in values)
 
@@ -155,7 +155,7 @@ def picture(runs: dict[str, list[Run]], observer: Observer, epoch: int, path: Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=30, help="of each run (default: 30)")
+    parser.add_argument("--epochs", type=int, default=30, help="epochs of each run (default: 30)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each optimizer (default: 3)")
     parser.add_argument(
         "--out", type=Path, default=Path("out/digits"), help="folder for the picture (default: out/digits)"
@@ -172,7 +172,7 @@ def main() -> None:
         runs[name].append(train(model, OPTIMIZERS[name](model.named_parameters()), args.epochs, seed))
     console.print(table(runs))
 
-    # One more, short, to look at while the learning rate is still up.
+    # One more, shorter run: regimes are seen while the learning rate is still high.
     model = network(0)
     optimizer = AdaBayes(model.named_parameters(), lr=LR, lr_sgd=LR_SGD, batch_size=BATCH)
     observer = Observer(optimizer)

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2.py [--steps 300] [--checkpoint out/fsdp2]
 
-For those whose model does not fit one device. Trains for half of the steps, saves, makes everything anew, loads, and
-trains on, as a job does that was stopped and started again. Prints the test error on the way, and how much of weights
-and state each process holds. On CPUs with gloo, on GPUs with nccl; with 1, 2, 4, 8, ... processes. Ten seconds on two
-cores, no download.
+For models that do not fit on one device. Trains for half of the steps, saves, creates everything anew, loads, and
+continues, as a job does that was stopped and restarted. Prints the test error at each stage, and the weights and state
+that each process holds. Runs on CPUs with gloo and on GPUs with nccl, with 1, 2, 4, 8, ... processes. Ten seconds on
+two cores, no download.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BATCH = 128  # of all processes together
 
 
 def build(seed: int, device: str) -> tuple[nn.Module, AdaBayes]:
-    """First shard the model, then make the optimizer: it has state for the shard that is here, and no more."""
+    """Shard the model first, then create the optimizer, which so has state for the shards of this process alone."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
     model.to(device)
@@ -48,7 +48,7 @@ def build(seed: int, device: str) -> tuple[nn.Module, AdaBayes]:
 
 
 def train(model: nn.Module, optimizer: AdaBayes, x: Tensor, y: Tensor, steps: range) -> None:
-    """Every process draws the same batch and takes its share; FSDP2 averages the gradients."""
+    """Train. Every process draws the same batch and takes its share; FSDP2 averages the gradients."""
     share = BATCH // dist.get_world_size()
     mine = slice(share * dist.get_rank(), share * (dist.get_rank() + 1))
     title = f"steps {steps.start + 1} to {steps.stop}"
@@ -61,14 +61,14 @@ def train(model: nn.Module, optimizer: AdaBayes, x: Tensor, y: Tensor, steps: ra
 
 
 def save(model: nn.Module, optimizer: AdaBayes, folder: Path) -> None:
-    """Each process writes its shards."""
-    warnings.filterwarnings("ignore", "Detected an existing checkpoint")  # of an earlier run: may go
+    """Save a checkpoint, to which each process writes its shards."""
+    warnings.filterwarnings("ignore", "Detected an existing checkpoint")  # of an earlier run: overwrite it
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(folder))  # type: ignore[attr-defined]
 
 
 def load(model: nn.Module, optimizer: AdaBayes, folder: Path) -> None:
-    """Each process reads its shards, which need not be those that it, or as many processes, wrote."""
+    """Load a checkpoint, of which each process reads its shards. The number of processes may have changed."""
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=str(folder))  # type: ignore[attr-defined]
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
@@ -81,7 +81,7 @@ def report(text: str) -> None:
 
 @torch.no_grad()
 def report_error(when: str, model: nn.Module, x: Tensor, y: Tensor) -> None:
-    wrong = model(x).argmax(1) != y  # by all, as a layer's weights are gathered from all
+    wrong = model(x).argmax(1) != y  # in all processes, because a layer's weights are gathered from all
     report(f"{when:<10} test error {100 * wrong.float().mean().item():.2f} %")
 
 
@@ -119,8 +119,10 @@ def run(steps: int, folder: Path, device: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="in both halves together (default: 300)")
-    parser.add_argument("--checkpoint", type=Path, default=Path("out/fsdp2"), help="folder (default: out/fsdp2)")
+    parser.add_argument("--steps", type=int, default=300, help="steps of both halves together (default: 300)")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("out/fsdp2"), help="folder of the checkpoint (default: out/fsdp2)"
+    )
     args = parser.parse_args()
     if args.steps < 2:
         parser.error(f"--steps {args.steps}: must be at least 2, one for each half")

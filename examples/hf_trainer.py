@@ -2,11 +2,11 @@
 
     python examples/hf_trainer.py [--how instance|class] [--steps 200] [--out out/hf]
 
-For whoever trains with Hugging Face's Trainer: how an optimizer that it does not know by name is handed to it,
-ready-made (``--how instance``) or as a class, for which it makes the parameter groups itself (``--how class``). Both
-give the same model. One sees the Trainer's own progress, how many weights moved like SGD and how many like Adam, and
-the loss on modules that were held out, in bits a character. The text is the source of Python's standard library: no
-download. A minute on two cores.
+How to give the Trainer an optimizer that it does not know by name: as an instance (``--how instance``), or as a class
+with the settings of TrainingArguments, for which it makes the parameter groups itself (``--how class``). Both give the
+same model. Prints the Trainer's progress, the shares of weights that moved like SGD and like Adam, and the loss on
+held-out modules, in bits per character. The text is the source of Python's standard library: no download. A minute on
+two cores.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from adabayes import AdaBayes, param_groups
 from adabayes.diagnostics import regimes
+from adabayes.integrations.huggingface import global_batch_size, optimizer_cls_and_kwargs
 
 CONTEXT = 64
-LR, LR_SGD, WEIGHT_DECAY = 3e-3, 9.0, 0.1
+LR, LR_SGD = 3e-3, 9.0
 
 
 class Characters(Dataset[dict[str, Tensor]]):
-    """ASCII in pieces of a fixed length. The model itself moves the labels by one."""
+    """ASCII in pieces of a fixed length. The model itself shifts the labels by one."""
 
     def __init__(self, text: bytes) -> None:
         codes = torch.tensor([code for code in text if code < 128])
@@ -44,7 +45,7 @@ class Characters(Dataset[dict[str, Tensor]]):
 
 
 def standard_library() -> tuple[Characters, Characters]:
-    """Some modules to train on, and others to test."""
+    """Return some modules for training, and others for the test."""
     modules = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
     test = modules[::20]
     train = [module for i, module in enumerate(modules) if i % 20]
@@ -83,30 +84,30 @@ def main() -> None:
         max_grad_norm=1.0,
         lr_scheduler_type="cosine",
         warmup_steps=math.ceil(args.steps / 10),
-        weight_decay=WEIGHT_DECAY,  # of the groups that the Trainer makes
+        learning_rate=LR,
+        weight_decay=0.1,
         logging_steps=math.ceil(args.steps / 10),
         save_steps=math.ceil(args.steps / 2),
         save_total_limit=1,
         report_to="none",
         dataloader_pin_memory=torch.accelerator.is_available(),
     )
-    # train_batch_size is that of all GPUs of this process. Sequences, not tokens.
-    batch_size = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    batch_size = global_batch_size(training)  # of sequences, not tokens
     print(
         f"global batch: {training.train_batch_size} x {training.gradient_accumulation_steps} accumulated "
         f"x {training.world_size} processes = {batch_size} sequences of {CONTEXT} characters"
     )
-    # The learning rate is told here: that of TrainingArguments is for the Trainer's own optimizers.
-    settings: dict[str, Any] = {"lr": LR, "lr_sgd": LR_SGD, "batch_size": batch_size}
 
     set_seed(0)
     model = small_llama()
     given: dict[str, Any]
     if args.how == "instance":
+        groups = param_groups(model, training.weight_decay)
+        optimizer = AdaBayes(groups, lr=training.learning_rate, lr_sgd=LR_SGD, batch_size=batch_size)
         # None: the scheduler of TrainingArguments. A scheduler of your own goes in its place.
-        given = {"optimizers": (AdaBayes(param_groups(model, WEIGHT_DECAY), **settings), None)}
-    else:
-        given = {"optimizer_cls_and_kwargs": (AdaBayes, settings)}
+        given = {"optimizers": (optimizer, None)}
+    else:  # with the learning rate and the batch size of TrainingArguments
+        given = {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs(training, AdaBayes, lr_sgd=LR_SGD)}
     train, test = standard_library()
     trainer = Trainer(model, training, train_dataset=train, eval_dataset=test, **given)
     trainer.train()  # trainer.train(resume_from_checkpoint=True) goes on from the newest checkpoint, exactly
@@ -115,7 +116,7 @@ def main() -> None:
     assert trainer.optimizer is not None
     weights = regimes(trainer.optimizer).total
     print(f"{weights.sgd_like:.0%} of the weights moved like SGD, {weights.adam_like:.0%} like Adam")
-    print(f"held-out modules: {loss / math.log(2):.2f} bits a character")
+    print(f"held-out modules: {loss / math.log(2):.2f} bits per character")
 
 
 if __name__ == "__main__":

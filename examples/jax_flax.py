@@ -2,8 +2,8 @@
 
     python examples/jax_flax.py [--epochs 20]
 
-Prints the test error of each, and which of AdaBayes's weights moved like SGD, which like Adam. Ten seconds on two
-cores, no download.
+Prints the test error of each, and which weights AdaBayes moved like SGD and which like Adam. Ten seconds on two cores,
+no download.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Network(nnx.Module):
 
 
 def optimizers(steps: int) -> dict[str, optax.GradientTransformation]:
-    """All with the same schedule. It is one, so AdaBayes is told the rate at which ``lr_sgd`` is SGD's."""
+    """Return all optimizers, with one schedule. It starts at 0, so AdaBayes needs the ``base_lr`` of ``lr_sgd``."""
     peak = 1e-2
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps)
     return {
@@ -48,7 +48,7 @@ def optimizers(steps: int) -> dict[str, optax.GradientTransformation]:
 def train(
     name: str, optimizer: optax.GradientTransformation, x: jax.Array, y: jax.Array, epochs: int
 ) -> tuple[Network, Any]:
-    """The trained network, and the state of the optimizer."""
+    """Train, and return the network and the state of the optimizer."""
     graph, params = nnx.split(Network(nnx.Rngs(0)), nnx.Param)
     state = optimizer.init(params)
 
@@ -71,7 +71,7 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=20, help="(default: 20)")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs (default: 20)")
     args = parser.parse_args()
     if args.epochs < 1:
         parser.error(f"--epochs {args.epochs}: must be at least 1")

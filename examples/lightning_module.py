@@ -2,10 +2,9 @@
 
     python examples/lightning_module.py [--epochs 20] [--out out/lightning]
 
-For whoever trains with Lightning: where the optimizer and its scheduler go, with clipped and accumulated gradients and
-a checkpoint of each epoch. A second Trainer takes up the checkpoint of the middle, as after a crash, and ends with the
-same weights. One sees Lightning's own progress, both test errors, and whether the weights are the same. Under a minute
-on two cores, no download.
+Where the optimizer and its scheduler go in Lightning, with clipped and accumulated gradients and a checkpoint of each
+epoch. A second Trainer resumes from the middle checkpoint, as after a crash, and ends with the same weights. Prints
+Lightning's progress, both test errors, and whether the weights are the same. Under a minute on two cores, no download.
 """
 
 from __future__ import annotations
@@ -64,11 +63,11 @@ class Digits(L.LightningModule):
 
 
 def digits() -> tuple[Examples, Examples]:
-    """To train on, and a fifth to test."""
+    """Return digits for training, and a fifth of them for the test."""
     pixels, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(pixels / 16, dtype=torch.float32).reshape(-1, 1, 8, 8), torch.tensor(labels)
     train, test = TensorDataset(x[360:], y[360:]), TensorDataset(x[:360], y[:360])
-    # Shuffles by the number of the epoch, which Lightning tells it: a resumed run sees what a whole one does.
+    # Shuffles by the number of the epoch, which Lightning sets: a resumed run sees the same batches as a whole one.
     shuffler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(train, num_replicas=1, rank=0)
     return DataLoader(train, BATCH, sampler=shuffler, drop_last=True), DataLoader(test, len(test))
 
@@ -87,14 +86,14 @@ def trainer(epochs: int, out: Path) -> L.Trainer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=20, help="(default: 20)")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs (default: 20)")
     parser.add_argument(
         "--out", type=Path, default=Path("out/lightning"), help="folder for checkpoints (default: out/lightning)"
     )
     args = parser.parse_args()
     if args.epochs < 2:
         parser.error(f"--epochs {args.epochs}: must be at least 2, to be resumed in between")
-    # Lightning about itself, and about digits being too few to need workers
+    # Lightning's warnings about itself, and about workers, for which digits are too few
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for known in (".*LeafSpec", ".*does not have many workers", "Checkpoint directory .* exists"):
         warnings.filterwarnings("ignore", message=known)

@@ -1,8 +1,8 @@
-"""The file to copy: a small network on handwritten digits, trained with AdaBayes.
+"""The file to copy: a small network on handwritten digits, trained with AdaBayes-K.
 
     python examples/quickstart.py
 
-Prints the test error, about 2 %, after some seconds. No download.
+Prints the test error, about 2 %, after a few seconds. No download.
 """
 
 import torch
@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from adabayes import AdaBayes
+from adabayes import AdaBayesK
 
 torch.set_num_threads(1)  # more do not help a network as small as this, and cost much on a busy machine
 torch.manual_seed(0)
@@ -20,8 +20,8 @@ order = torch.randperm(len(x))
 test, train = order[:360], order[360:]
 
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-# Two learning rates that you may know: AdamW's, and SGD's, which is 0.1 / (1 - 0.9) for SGD(lr=0.1, momentum=0.9).
-optimizer = AdaBayes(model.parameters(), lr=1e-2, lr_sgd=1.0, batch_size=64, weight_decay=0.01)
+# optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+optimizer = AdaBayesK(model.parameters(), lr=1e-2, weight_decay=0.01)
 
 for _ in range(30):  # epochs
     for batch in torch.split(train[torch.randperm(len(train))], 64):

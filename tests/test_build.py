@@ -6,38 +6,34 @@ Python runs with -I there, so that PYTHONPATH cannot put this source in place of
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from adabayes import __version__
 
 ROOT = Path(__file__).parent.parent
 
-STEPS = """
-import torch, adabayes
-from adabayes import AdaBayes, AdaBayesFP, kernels
-print(adabayes.__file__)
-for cls in (AdaBayes, AdaBayesFP):
-    w = torch.ones(5)
-    optimizer = cls([w], fused={fused})
-    w.grad = torch.ones(5)
-    optimizer.step()
-    assert (w < 1).all()
-    assert bool(optimizer._fused) == {kernels}
-"""
+SMOKE = Path(__file__).with_name("smoke.py")
+COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
+
+# No index, and nobody at the other end of a connection
+OFFLINE = {"PIP_NO_INDEX": "1", "http_proxy": "http://localhost:9", "https_proxy": "http://localhost:9"}
 
 
-def build(source: Path, out: Path, **environment: str) -> list[Path]:
+def build(source: Path, out: Path) -> list[Path]:
     """An sdist, and from that a wheel, in environments that hold the build backend and nothing else."""
     command = [sys.executable, "-m", "build", "--outdir", str(out), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(out.iterdir())
 
@@ -58,13 +54,23 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return interpreter
 
 
-def install_and_run(python: Path, wheel: Path, script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def build_offline(kind: str, source: Path, out: Path, **environment: str) -> Path:
+    """Build an sdist or a wheel with the backend that is installed here."""
+    command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", str(out), str(source)]
+    env = {**os.environ, **OFFLINE, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = out.iterdir()
+    return built
+
+
+def install_and_run(python: Path, wheel: Path, *command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     options = ["--quiet", "--no-deps", "--force-reinstall", "--no-index"]
     subprocess.run([python, "-m", "pip", "install", *options, wheel], check=True, cwd=cwd)
-    return subprocess.run([python, "-I", "-c", script], capture_output=True, text=True, cwd=cwd, check=False)
+    return subprocess.run([python, "-I", *command], capture_output=True, text=True, cwd=cwd, check=False)
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
+@COMPILER
 def test_wheel_has_the_kernels_for_any_python_and_takes_fused_steps(python: Path, tmp_path: Path) -> None:
     sdist, wheel = sorted(build(ROOT, tmp_path / "dist"), key=lambda path: path.suffix)
     assert sdist.name == f"adabayes-{__version__}.tar.gz"
@@ -72,24 +78,64 @@ def test_wheel_has_the_kernels_for_any_python_and_takes_fused_steps(python: Path
     assert "-py3-none-" in wheel.name
     assert not wheel.name.endswith("-any.whl")
     assert any(name.startswith("adabayes/kernels/_fused.") for name in zipfile.ZipFile(wheel).namelist())
-    done = install_and_run(python, wheel, STEPS.format(fused=True, kernels=True), tmp_path)
+    done = install_and_run(python, wheel, SMOKE, "--kernels", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert str(python.parent.parent) in done.stdout
+    assert done.stdout.startswith(f"{__version__} {python.parent.parent}")
     doctor = subprocess.run(
         [python, "-I", "-m", "adabayes", "doctor"], capture_output=True, text=True, cwd=tmp_path, check=True
     )
     assert "loaded" in doctor.stdout
 
 
-def test_without_a_compiler_everything_else_works(python: Path, tmp_path: Path) -> None:
-    _, wheel = sorted(build(ROOT, tmp_path / "dist", CC="no-such-compiler"), key=lambda path: path.suffix)
-    assert wheel.name.endswith("-py3-none-any.whl")
-    done = install_and_run(python, wheel, STEPS.format(fused=None, kernels=False), tmp_path)
+def test_an_sdist_becomes_a_wheel_without_a_compiler_or_a_network_and_all_but_the_kernels_works(
+    python: Path, tmp_path: Path
+) -> None:
+    sdist = build_offline("sdist", ROOT, tmp_path / "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    source = tmp_path / sdist.name.removesuffix(".tar.gz")
+    wheel = build_offline("wheel", source, tmp_path / "wheel", CC="no-such-compiler")
+    assert wheel.name == f"adabayes-{__version__}-py3-none-any.whl"
+    done = install_and_run(python, wheel, SMOKE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    done = install_and_run(python, wheel, STEPS.format(fused=True, kernels=True), tmp_path)
-    assert done.returncode != 0
+    asked = "import torch, adabayes; adabayes.AdaBayes([torch.ones(2)], fused=True)"
+    done = install_and_run(python, wheel, "-c", asked, cwd=tmp_path)
     assert "install a C compiler (gcc or clang) and then adabayes again" in done.stderr
     doctor = subprocess.run(
         [python, "-I", "-m", "adabayes", "doctor"], capture_output=True, text=True, cwd=tmp_path, check=True
     )
     assert "not there: the kernels were not built" in doctor.stdout
+
+
+@COMPILER
+def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
+    """From another folder, at another time, in another order of files."""
+    copies = [tmp_path / "here", tmp_path / "somewhere" / "else"]
+    for copy in copies:
+        for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+            copy.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy)
+        shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "_fused.*"))
+    os.utime(copies[1] / "README.md", (1e9, 1e9))
+    for kind in ("sdist", "wheel"):
+        built = [build_offline(kind, copy, copy / f"{kind}s", SOURCE_DATE_EPOCH="1700000000") for copy in copies]
+        assert built[0].name == built[1].name
+        assert built[0].read_bytes() == built[1].read_bytes()
+
+
+def test_the_changelog_knows_this_version() -> None:
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert __version__ in headings[:2]  # below what is not released yet, if there is any
+
+
+def test_the_release_workflow_builds_tests_and_publishes_what_is_here() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8"))["jobs"]
+    assert set(jobs["publish"]["needs"]) == set(jobs) - {"publish"}
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    (tagged,) = (command for command in commands if "GITHUB_REF_NAME" in command)
+    for version, code in ((__version__, 0), ("0.0.0", 1)):
+        env = {**os.environ, "GITHUB_REF_NAME": f"v{version}"}
+        assert subprocess.run(["bash", "-c", tagged], env=env, cwd=ROOT, check=False).returncode == code
+    settings = (ROOT / "pyproject.toml").read_text("utf-8")
+    assert f'test-command = "python -I {{project}}/tests/{SMOKE.name} --kernels"' in settings

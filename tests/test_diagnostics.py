@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from adabayes import AdaBayes, AdaBayesFP, AdaBayesK
 from adabayes.bench.torch_steps import state_bytes
-from adabayes.diagnostics import Observer, matrix_memory_plan, memory_plan, regimes
+from adabayes.diagnostics import Correlations, Observer, matrix_memory_plan, memory_plan, regimes
 from adabayes.filtering import fixed_point
 
 matplotlib.use("agg")
@@ -157,6 +158,28 @@ def test_table_fits_a_terminal_and_is_plain_data(capsys: pytest.CaptureFixture[s
     assert "0.0.0.weight" in printed
     assert "12,345,678" in printed
     assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_notebooks_show_tables_with_every_cell_and_no_markup_from_names() -> None:
+    net = nn.ModuleDict({"<b>": nn.Linear(3, 2)})
+    optimizer = AdaBayes(net.parameters(), lr=1e-3, lr_sgd=1e-2)
+    watch = Correlations(net)
+    for _ in range(3):
+        net["<b>"](torch.randn(4, 3)).square().sum().backward()
+        watch.see()
+        optimizer.step()
+    report = regimes(optimizer, net)
+    for shown, cells in (
+        (report._repr_html_(), [*report.cells(), (report.hint,)]),
+        (watch._repr_html_(), [line.split("  ") for line in watch.table().splitlines()[:1]]),
+        (memory_plan(7e9, 8)._repr_html_(), [("state", "7"), ("total", "14")]),
+    ):
+        assert shown.startswith("<table>")
+        for cell in (cell for row in cells for cell in row):
+            assert escape(cell.strip()) in shown
+        assert "<b>" not in shown
+    assert report._repr_html_().count("<tfoot>") == 1
+    assert watch.verdict in watch._repr_html_()
 
 
 @pytest.mark.parametrize(

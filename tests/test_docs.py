@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def test_protocols_in_documents_can_be_loaded(document: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_between_files_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\((?!https:)([^)#]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
         assert (document.parent / target).exists(), f"{document.name} links to {target}, which does not exist"
 
 
@@ -69,6 +70,19 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -
     assert "<math" in pages["api"]
     for object_ in ("adabayes.AdaBayes", "adabayes.optax.adabayes", "adabayes.filtering.predict"):
         assert f'id="{object_}"' in pages["api"]
+
+
+def test_the_optimizer_that_is_added_is_the_one_of_the_tests() -> None:
+    """Line by line, but for types and comments."""
+    page = (ROOT / "docs" / "adding.md").read_text("utf-8")
+    blocks = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    shown, tested = (
+        {type(node).__name__ + getattr(node, "name", ""): node for node in ast.walk(ast.parse(code))}
+        for code in (blocks, (ROOT / "tests" / "whitened.py").read_text("utf-8"))
+    )
+    for name in ("FunctionDefdirection", "FunctionDefnumbers", "FunctionDefouter", "FunctionDefrows_of"):
+        bodies = [[ast.unparse(line) for line in nodes[name].body] for nodes in (shown, tested)]  # type: ignore[attr-defined]
+        assert bodies[0] == bodies[1], name
 
 
 def test_the_table_of_what_fits_is_what_is_calculated() -> None:

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pytest
 import torch
+from nbclient import NotebookClient
 
 from tests.lab.conftest import write_cifar10
 
@@ -117,6 +119,39 @@ def test_lightning_module_resumes_to_the_same_weights(tmp_path: Path) -> None:
     found = errors(printed)
     assert list(found) == ["whole", "resumed"]
     assert found["whole"] < 10
+
+
+def test_lightning_cli_trains_what_the_yaml_says(tmp_path: Path) -> None:
+    printed = output(
+        EXAMPLES / "lightning_cli.py", "fit", "--config", EXAMPLES / "configs" / "lightning.yaml",
+        "--trainer.logger.init_args.save_dir", tmp_path, "--trainer.max_epochs", "2",
+    )  # fmt: skip
+    assert float(re.findall(r"^loss: ([0-9.]+)$", printed, re.MULTILINE)[0]) < 2  # a guess has 2.3
+    assert 0 < float(re.findall(r"^regimes/adam_like: ([0-9.]+)$", printed, re.MULTILINE)[0]) <= 1
+    (saved,) = tmp_path.rglob("config.yaml")
+    assert "class_path: adabayes.AdaBayesK" in saved.read_text()
+
+
+def test_hydra_app_trains_what_the_yaml_and_the_command_line_say(tmp_path: Path) -> None:
+    printed = output(EXAMPLES / "hydra_app.py", f"hydra.run.dir={tmp_path}", "optimizer.lr=0.02", "epochs=5")
+    assert "AdaBayesK {'_target_': 'adabayes.AdaBayesK', 'lr': 0.02, 'weight_decay': 0.01}" in printed
+    assert float(re.findall(r"^test error ([0-9.]+) %$", printed, re.MULTILINE)[0]) < 20
+
+
+def test_the_notebook_runs_from_top_to_bottom_and_shows_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(EXAMPLES / "adabayes_k.ipynb", as_version=4)  # type: ignore[no-untyped-call]
+    shorter = [cell for cell in notebook.cells if "steps=600" in cell.source]
+    assert len(shorter) == 1
+    shorter[0].source = shorter[0].source.replace("steps=600", "steps=60")
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": EXAMPLES}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    printed = "".join(output.get("text", "") for output in outputs)
+    found = re.findall(r"^(\S+) +lr \S+ +test error ([0-9.]+)$", printed, re.MULTILINE)
+    assert [name for name, _ in found] == ["AdamW"] * 3 + ["AdaBayes-K"] * 3
+    assert max(float(error) for _, error in found) < 0.1  # the pixels' variance is 0.14
+    shown = [kind for output in outputs for kind in output.get("data", {}) if kind != "text/plain"]
+    assert shown == ["image/png", "text/html", "text/html"]
 
 
 # Files as CIFAR's in all but their checksums

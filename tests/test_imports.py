@@ -23,7 +23,9 @@ print("imported:", {"chex", "flax", "jax", "optax"} & set(sys.modules))
 
 def test_jax_is_imported_by_its_own_tests_alone() -> None:
     # The integrations are left out, too: their frameworks take as long to import as all the rest.
-    left_out = [f"--ignore={TESTS / name}" for name in ("with_jax", "test_integrations.py")]
+    left_out = [
+        f"--ignore={TESTS / name}" for name in ("with_jax", "test_integrations.py", "test_integration_helpers.py")
+    ]
     command = [sys.executable, "-c", COLLECT, str(TESTS), *left_out]
     done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,7 +8,7 @@ check() { # python, torch
     local venv="build/torch-$2"
     echo "== $("$1" --version), torch $2"
     "$1" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$2" --editable '.[test]'
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$2" --editable '.[test,timm]'
     "$venv/bin/python" -c "import torch; print(torch.__version__)"
     "$venv/bin/python" -m pytest -q -p no:cacheprovider
 }

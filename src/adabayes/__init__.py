@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from adabayes.optim.param_groups import param_groups
 
 __all__ = ["AdaBayes", "AdaBayesFP", "AdaBayesK", "AdaBound", "__version__", "param_groups"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
-_MODULES = ("diagnostics", "filtering", "optax", "optim", "reference")
+_MODULES = ("diagnostics", "filtering", "integrations", "optax", "optim", "reference")
 
 
 def __getattr__(name: str) -> Any:

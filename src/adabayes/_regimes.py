@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from adabayes._table import aligned, shortened
+from adabayes._table import aligned, html, shortened
 
 __all__ = ["GOLDEN", "QUANTILES", "Regime", "Regimes"]
 
@@ -17,23 +18,28 @@ GOLDEN = (1 + 5**0.5) / 2  # at the crossover, rms(g) = lr / lr_sgd, the gain is
 
 @dataclass(frozen=True)
 class Regime:
-    """Weights of one tensor, or of all: how many are on either side of the crossover, and their learning rates."""
+    """Shares of the weights of one tensor, or of all, on either side of the crossover, and their learning rates."""
 
     name: str
-    weights: int  # how many; of a sharded tensor, in the shard that is here
+    weights: int  # number of weights; of a sharded tensor, those of the local shard
     sgd_like: float  # share with gradients below lr / lr_sgd, where the gain nears lr_sgd
     adam_like: float  # share with gradients above, where it nears lr / rms(gradient)
     lr_quantiles: tuple[float, ...]  # of the effective learning rate, at QUANTILES
     lr_sgd: float  # the highest learning rate that a weight can get, at present
 
+    def scalars(self) -> dict[str, float]:
+        """Return all but the name and the number of weights as a flat dict of floats."""
+        rates = {f"lr_{q:.0%}".rstrip("%"): rate for q, rate in zip(QUANTILES, self.lr_quantiles)}
+        return {"sgd_like": self.sgd_like, "adam_like": self.adam_like, **rates, "lr_sgd": self.lr_sgd}
+
 
 @dataclass(frozen=True)
 class Regimes:
-    """The regimes of each parameter tensor and in total. Prints as a table, with a hint where one rate rules."""
+    """Regimes of each parameter tensor and in total. Prints as a table, with a hint if one rate has no effect."""
 
     tensors: tuple[Regime, ...]
     total: Regime
-    bounded: bool = False  # whether lr_sgd is meant as a bound that few reach, as that of AdaBayes-K is
+    bounded: bool = False  # whether lr_sgd is only a bound, which few directions reach, as in AdaBayes-K
 
     @classmethod
     def of(cls, tensors: Sequence[Regime], lr_quantiles: tuple[float, ...], bounded: bool = False) -> Regimes:
@@ -46,8 +52,21 @@ class Regimes:
         return cls(tuple(tensors), Regime("total", weights, sgd_like, adam_like, lr_quantiles, highest), bounded)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data, for a log."""
+        """Return the regimes as plain data, for a log."""
         return asdict(self)
+
+    def scalars(self, prefix: str = "regimes", *, tensors: bool = False) -> dict[str, float]:
+        """Return the total as a flat dict of floats, for W&B, MLflow, TensorBoard or another logger.
+
+        Args:
+            prefix: what names begin with, as in ``"regimes/sgd_like"``.
+            tensors: add each parameter tensor, as in ``"regimes/0.weight/sgd_like"``. Characters in its name that a
+                logger may refuse become underscores.
+        """
+        rows = {prefix: self.total}
+        if tensors:
+            rows |= {f"{prefix}/{re.sub(r'[^A-Za-z0-9_./ -]', '_', row.name)}": row for row in self.tensors}
+        return {f"{name}/{key}": value for name, row in rows.items() for key, value in row.scalars().items()}
 
     def cells(self) -> Iterator[tuple[str, ...]]:
         """Yield the table as text: a header, a row for each tensor, the total."""
@@ -60,7 +79,7 @@ class Regimes:
     def hint(self) -> str:
         """Advice where one of the two learning rates has no effect; empty where both have."""
         if self.total.sgd_like > 0.99:
-            usual = "leave it out for 1e5 times lr" if self.bounded else "transformers want 1000 to 3000 times lr"
+            usual = "leave it out for 1e5 times lr" if self.bounded else "transformers need 1000 to 3000 times lr"
             return (
                 "Nearly all weights move like SGD: lr has no effect. For more of Adam, raise lr_sgd, tenfold or more; "
                 f"{usual}."
@@ -73,6 +92,9 @@ class Regimes:
         lines = aligned(list(self.cells()))
         rule = "-" * len(lines[0])
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *textwrap.wrap(self.hint, 80)])
+
+    def _repr_html_(self) -> str:
+        return html(list(self.cells()), [self.hint], totals=1)
 
     def print(self) -> None:
         """Print the table, in colour where rich is installed."""

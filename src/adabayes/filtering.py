@@ -6,7 +6,7 @@ Two systems of units, one set of functions. The paper differentiates the *summed
 leave ``batch_size`` at 1, give :math:`\eta`, :math:`\sigma^2` and the gradient of the sum, and variances are
 the paper's :math:`s^2`. Training code differentiates the *mean* loss: give the minibatch size ``B``,
 ``sigma2 = lr_sgd`` and the gradient of the mean, and variances become ``gain = B * s2``, the learning rate that
-a weight really gets. The curvature that an observation adds (:func:`curvature`) is the only other place where
+a weight actually gets. The curvature that an observation adds (:func:`curvature`) is the only other place where
 ``B`` appears.
 
 Equations are numbered as in Aitchison (2020), "Bayesian filtering unifies adaptive and non-adaptive neural
@@ -93,7 +93,7 @@ def predict(variance: Array, dynamics: Dynamics) -> Array:
 
     .. math:: s^2_\text{prior}(t) = s^2_\text{post}(t-1) + \left( q - f s^2_\text{post}(t-1) \right)
 
-    The change is worked out first, so that small ones are kept: in fp32, ``1 - f`` is 1 for ``f`` below 3e-8.
+    The change is computed first, so that small changes are kept: in fp32, ``1 - f`` is 1 for ``f`` below 3e-8.
     """
     return variance + (dynamics.noise - dynamics.forget * variance)
 
@@ -120,9 +120,9 @@ def move(mean: Array, variance: Array, gradient: Array) -> Array:
 
 
 def is_unstarted(gain: Array, mean_gradient: Array) -> Array:
-    """Whether a weight has had no gradient yet, so that its filter has not started: all of its state is zero.
+    """Tell whether a weight has had no gradient yet, so that its filter has not started: all of its state is zero.
 
-    A gain of zero alone does not tell: after a very large gradient it may be too small for its precision.
+    A gain of zero alone is not enough: after a very large gradient it may be too small for its precision.
     """
     return (gain == 0) & (mean_gradient == 0)
 
@@ -171,7 +171,7 @@ def mean_square_fixed_point(mean_square: Array, lam: Array) -> Array:
 
 
 def _function(name: str, x: Array) -> Array:
-    """Apply a function of mathematics to whatever kind of number or array ``x`` is."""
+    """Apply a mathematical function to a number or an array of any kind."""
     if isinstance(x, (int, float)):
         return getattr(math, name)(x)
     if hasattr(x, name):  # torch

@@ -1,4 +1,4 @@
-r"""The same filter for a whole weight matrix: a Kalman filter for the optimum of all of its weights together.
+r"""The filter for a whole weight matrix: a Kalman filter for the optimum of all of its weights together.
 
 The weights are a vector :math:`w = \text{vec} W`, their uncertainty a covariance matrix :math:`P`, and the Fisher
 information of a gradient a matrix :math:`H`. Between gradients nothing is new: :func:`adabayes.filtering.predict` takes
@@ -62,7 +62,7 @@ def natural_gradient(H: Array, lam: Array) -> Array:
 
 
 def of_eigenvalues(function: Callable[[Array], Array], H: Array) -> Array:
-    r"""Apply a function to a symmetric matrix that has no negative eigenvalues, by way of its eigenbasis.
+    r"""Apply a function to a symmetric matrix without negative eigenvalues, through its eigenbasis.
 
     .. math:: f(H) = Q \, \text{diag}(f(h_1), f(h_2), \ldots) \, Q^T, \qquad H = Q \, \text{diag}(h) \, Q^T
     """

@@ -1,4 +1,4 @@
-"""The random bits of stochastic rounding: arithmetic on 32 bits, with the integers of Python, torch or JAX.
+"""Random bits for stochastic rounding: arithmetic on 32 bits, with the integers of Python, torch or JAX.
 
 They are a function of seed, tensor, step and element: the same in every form of an optimizer, for any number of
 threads, and after a restart. kernels/fused.c has the same functions in C.
@@ -12,12 +12,12 @@ Bits = Any  # int, int64 tensor of 32-bit values, or uint32 array
 
 MASK = 0xFFFFFFFF
 _FLIP = 0x9E3779B9
-# Of each stream: what the key is changed by, and which half of the 32 bits it has
+# For each stream: the change of the key, and the half of the 32 bits that it uses
 STREAMS = {"exp_avg": (0, 0), "second": (0, 16), "third": (0xC2B2AE35, 0), "param": (_FLIP, 16)}
 
 
 def mix(x: Bits) -> Bits:
-    """Return random bits for an element: spread evenly among neighbours and, by the key, independent over steps."""
+    """Return random bits for an element: evenly spread among neighbours and, by the key, independent over steps."""
     x = _low(x * _as(x, 0x9E3779B1))
     return x ^ (x >> 16)
 
@@ -47,6 +47,6 @@ def _low(x: Bits) -> Bits:
 
 
 def _as(x: Bits, number: Bits) -> Any:
-    """Convert an integer to the type of ``x``: JAX takes Python's integers for 32 bits with a sign."""
+    """Convert an integer to the type of ``x``: JAX takes Python's integers for signed 32-bit ones."""
     kind = getattr(getattr(x, "dtype", None), "type", None)
     return kind(number) if kind and isinstance(number, int) else number

@@ -1,7 +1,7 @@
-"""The two learning rates, and what is taken where one of them is not given; for torch and JAX alike.
+"""The two learning rates and their defaults, for torch and JAX alike.
 
-``lr`` is Adam's learning rate, and what a schedule changes. ``base_lr`` is what it is without the schedule. ``lr_sgd``
-goes with ``base_lr``: a schedule scales both.
+``lr`` is Adam's learning rate, which a schedule changes. ``base_lr`` is its value without the schedule. ``lr_sgd``
+belongs to ``base_lr``: a schedule scales both.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ WINDOW = 100.0  # gradient up to which AdaBayes is Adam-like, where batch_size i
 def base_lr_of(lr: Number | None, lr_sgd: Number | None, ratio: float = RATIO) -> Number:
     """Return the base of a learning rate.
 
-    That is ``lr`` itself. Where it is 0 or None, because a schedule will set it, it is that of the usual ratio to
-    ``lr_sgd``, or the usual one.
+    That is ``lr`` itself. If it is 0 or None, because a schedule will set it, the base follows from ``lr_sgd`` by the
+    usual ratio; without ``lr_sgd``, it is the usual learning rate.
     """
     if lr:
         return lr
@@ -43,7 +43,7 @@ def base_lr_of(lr: Number | None, lr_sgd: Number | None, ratio: float = RATIO) -
 
 
 def lr_sgd_of(base_lr: Number, like: tuple[Number, Number | None] = (USUAL_LR, None), ratio: float = RATIO) -> Number:
-    """Return the ``lr_sgd`` of a base learning rate: in the ratio of another such pair, or in a usual one."""
+    """Return the ``lr_sgd`` of a base learning rate: in the ratio of another such pair, or in the usual one."""
     other_base, other_lr_sgd = like
     return ratio * base_lr if other_lr_sgd is None else other_lr_sgd * (base_lr / other_base)
 
@@ -51,17 +51,17 @@ def lr_sgd_of(base_lr: Number, like: tuple[Number, Number | None] = (USUAL_LR, N
 def batch_size_of(batch_size: Number | None, base_lr: Number) -> Number:
     """Return the ``batch_size`` of AdaBayes's filter.
 
-    Where it is not known, it is what keeps the Adam-like window, which ends at ``1 / (batch_size * base_lr)``, open to
-    gradients of ``WINDOW``, whatever the learning rate.
+    If it is not known, it is chosen so that the Adam-like window, which ends at ``1 / (batch_size * base_lr)``, is open
+    to gradients of ``WINDOW``, whatever the learning rate.
     """
     return 1 / (WINDOW * base_lr) if batch_size is None else batch_size
 
 
-# Settings that are permitted, and rarely meant
+# Settings that are permitted, but rarely intended
 
 
 def warn_if_swapped(lr: float, lr_sgd: float) -> None:
-    """Warn if the two learning rates look as if they had been exchanged."""
+    """Warn if the two learning rates seem to be swapped."""
     if lr_sgd < lr:
         warn(
             f"lr_sgd={lr_sgd:g} is below lr={lr:g}: hardly any weight will move like Adam. "
@@ -71,7 +71,7 @@ def warn_if_swapped(lr: float, lr_sgd: float) -> None:
 
 
 def warn_if_papers(lr: float, weight_decay: float) -> None:
-    """Warn if weight decay looks as if it were in the paper's units."""
+    """Warn if weight decay seems to be in the paper's units."""
     if 0 < weight_decay < 1e-4 and lr > 0:
         warn(
             f"weight_decay={weight_decay:g} takes {lr * weight_decay:.1g} of each weight in a step, next to nothing: "
@@ -81,7 +81,7 @@ def warn_if_papers(lr: float, weight_decay: float) -> None:
 
 
 def warn_if_closed(lr: float, lr_sgd: float, batch_size: float | None) -> None:
-    """Warn if hardly any gradients are left for which AdaBayes is Adam-like."""
+    """Warn if AdaBayes is Adam-like for hardly any gradients."""
     if batch_size is not None and lr <= lr_sgd < 10 * batch_size * lr * lr:
         warn(
             f"batch_size={batch_size:g} at lr={lr:g} leaves AdaBayes no room to be like Adam, which it is for "

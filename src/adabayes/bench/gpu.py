@@ -1,7 +1,7 @@
-"""Finds out what ``adabayes doctor --gpu`` tells of the fused step on a GPU.
+"""Checks of the fused step on a GPU, for ``adabayes doctor --gpu``.
 
 With a GPU: its bits against the CPU's kernel, a step's time against torch's, a CUDA graph, a GradScaler. Without one,
-what needs none: the bits under Triton's interpreter, in a process of its own, and the compiled code.
+what needs none: the bits under Triton's interpreter, in a separate process, and the compiled code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _EXTREME = (0.0, -0.0, 1e-42, -1e-30, 1e-4, 3.0, 6e4, -1e20, 3e38, math.inf, -ma
 
 
 class Finding(NamedTuple):
-    """The outcome of one check: whether all is well (None: nothing to judge), and a sentence."""
+    """The outcome of one check: whether it passed (None: there was nothing to judge), and a sentence."""
 
     name: str
     well: bool | None
@@ -56,7 +56,7 @@ class Finding(NamedTuple):
 
 
 def trained(make: Maker, param: torch.dtype, state: torch.dtype, where: str, lengths: Sequence[int] = LENGTHS) -> Any:
-    """Take three fused steps, with gradients that are 0, huge or no numbers in places; return the optimizer."""
+    """Take three fused steps, with some gradients that are 0, huge or nan; return the optimizer."""
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(n, generator=generator).to(param) for n in lengths]
     start.append(torch.randn(1200, generator=generator).to(param)[3:])  # which does not start at 16 bytes
@@ -78,7 +78,7 @@ def trained(make: Maker, param: torch.dtype, state: torch.dtype, where: str, len
 
 
 def differing(one: Any, other: Any) -> tuple[int, int]:
-    """Return how many numbers of two optimizers differ in a bit, all nan counted as one number, and of how many."""
+    """Count the numbers of two optimizers that differ in a bit, where all nan are equal; return it and the total."""
     pairs = [
         (a, b.cpu())
         for p, q in zip(one.param_groups[0]["params"], other.param_groups[0]["params"])
@@ -96,7 +96,7 @@ def differing(one: Any, other: Any) -> tuple[int, int]:
 
 @contextmanager
 def on_cpu_tensors() -> Iterator[None]:
-    """Let the kernel for GPUs take steps of tensors of the CPU, which it can where it is interpreted."""
+    """Let the kernel for GPUs step tensors on the CPU, as it can under the interpreter."""
     before = _fused.BACKENDS["cpu"]
     _fused.BACKENDS["cpu"] = _fused.BACKENDS["cuda"]._replace(unavailable=lambda: None, by_default=True)
     try:
@@ -128,7 +128,7 @@ def bits(where: str, names: Sequence[str] = tuple(VARIANTS)) -> Finding:
 
 
 def bits_interpreted() -> Finding:
-    """Run :func:`bits` under Triton's interpreter, which is decided when a process imports Triton."""
+    """Run :func:`bits` under Triton's interpreter, in a new process, as Triton decides on it when it is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "adabayes.bench.gpu"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -140,7 +140,7 @@ def bits_interpreted() -> Finding:
 
 
 def code(targets: Sequence[str], chosen: Sequence[compiled.Variant]) -> Finding:
-    """Compile for each target without a GPU, and look at the code."""
+    """Compile for each target without a GPU, and inspect the code."""
     faults, registers = [], [0]
     for target in targets:
         for variant in chosen:
@@ -251,7 +251,7 @@ def scaler(where: str) -> Finding:
 
 
 def matrices(where: str) -> Finding:
-    """Let AdaBayes-K do what it does element by element with the kernel and without."""
+    """Compare the element-wise part of AdaBayes-K with the kernel and without."""
     results = []
     for fused in (True, False):
         w = torch.randn(48, 32, generator=torch.Generator().manual_seed(0)).to(where)
@@ -273,7 +273,7 @@ def _wait(where: str) -> None:
 
 
 def findings() -> Iterator[Finding]:
-    """Yield what can be found out on this machine; a check that fails tells why."""
+    """Yield the results of all checks that this machine permits; a check that fails says why."""
     kinds = [compiled.Variant("adabayes_step", torch.float32, torch.float32)]
     kinds.append(compiled.Variant("adabayes_fp_step", torch.bfloat16, torch.bfloat16, round_params=True))
     checks: list[tuple[str, Callable[[], Finding]]]
@@ -306,7 +306,7 @@ def findings() -> Iterator[Finding]:
                 yield Finding(name, None, f"there is no kernel for the CPU to compare with: {missing}")
             else:
                 yield check()
-        except Exception as error:  # it is told, and the other checks go on
+        except Exception as error:  # it is reported, and the other checks continue
             yield Finding(name, False, f"failed: {type(error).__name__}: {error}")
 
 

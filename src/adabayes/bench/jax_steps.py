@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from adabayes.optax import adabayes, adabayes_fp, adabayes_k  # isort: skip  # first, for it says what to install
+from adabayes.optax import adabayes, adabayes_fp, adabayes_k  # isort: skip  # first, because it says what to install
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def optimizers() -> dict[str, Callable[[], optax.GradientTransformation]]:
 
 
 def matrix_optimizers() -> dict[str, Callable[[], optax.GradientTransformation]]:
-    """Return the optimizers that work on whole matrices; of optax's own, Muon is the nearest."""
+    """Return the optimizers that work on whole matrices; of optax's own, Muon is the closest."""
     return {
         BASELINE: optimizers()[BASELINE],
         "AdaBayes-K": lambda: adabayes_k(1e-3, weight_decay=0.01),
@@ -43,7 +43,7 @@ def matrix_optimizers() -> dict[str, Callable[[], optax.GradientTransformation]]
 
 
 def steps(workload: Workload, names: Sequence[str]) -> dict[str, Step]:
-    """Make each optimizer with parameters of its own, and gradients that all share."""
+    """Create each optimizer with its own parameters, and gradients that all share."""
     random = np.random.default_rng(0)
     shapes = workload.shapes()
     start = [jnp.asarray(random.standard_normal(shape, np.float32)) for shape in shapes]
@@ -53,7 +53,7 @@ def steps(workload: Workload, names: Sequence[str]) -> dict[str, Step]:
 
 
 def roof(weights: int) -> None:
-    """Make no loop to compare with: that of torch uses the threads of our kernels, not JAX's."""
+    """Return no loop to compare with: torch's uses the threads of our kernels, not JAX's."""
 
 
 def _step(optimizer: Any, params: Any, grads: Any) -> Step:

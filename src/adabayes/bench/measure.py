@@ -36,14 +36,14 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """Choice of workloads and optimizers, and of how to time them."""
+    """Settings of a measurement: workloads, optimizers, and how they are timed."""
 
     workloads: tuple[str, ...]
-    optimizers: tuple[str, ...]  # the first is what the others are compared with
+    optimizers: tuple[str, ...]  # the others are compared with the first
     threads: int
     repeats: int
     backend: str = "torch"
-    matrix: bool = False  # optimizers whose steps differ by turns, so that their mean counts
+    matrix: bool = False  # optimizers with steps of different length, whose mean is reported
 
     @classmethod
     def of(
@@ -56,13 +56,13 @@ class Settings:
         backend: str = "torch",
         matrix: bool = False,
     ) -> Settings:
-        """Fill in what is not given, and check the rest."""
+        """Fill in defaults, and check the rest."""
         if backend == "jax" and threads is not None:
-            raise ValueError("JAX takes the cores that the process may use: taskset -c 0 adabayes bench ...")
+            raise ValueError("JAX uses the cores that the process may use: taskset -c 0 adabayes bench ...")
         module = _module(backend)
         known = list(module.matrix_optimizers() if matrix else module.optimizers())
         chosen = tuple(optimizers or [name for name in known if not (quick and "single" in name)])
-        # In JAX, the state is always in the hands of the caller.
+        # In JAX, the caller always holds the state.
         possible = [name for name, workload in WORKLOADS.items() if backend == "torch" or not workload.saved]
         for kind, names, choices in (("workload", workloads or (), possible), ("optimizer", chosen, known)):
             for name in names:
@@ -101,7 +101,7 @@ def run(settings: Settings) -> Report:
 
 
 def _module(backend: str) -> ModuleType:
-    """Import what is timed with a backend: ``optimizers``, with a ``BASELINE``, their ``steps``, and a ``roof``."""
+    """Import the module of a backend: ``optimizers``, with a ``BASELINE``, their ``steps``, and a ``roof``."""
     return importlib.import_module(f"adabayes.bench.{backend}_steps")
 
 
@@ -122,7 +122,7 @@ def _measure(workload: str, names: tuple[str, ...], settings: Settings) -> Itera
     if roof := module.roof(weights):
         takes[ROOF] = roof
 
-    for take in takes.values():  # state is made, caches and threads are warm
+    for take in takes.values():  # creates the state, and warms caches and threads
         for _ in range(3):
             take()
     seconds: dict[str, list[float]] = {name: [] for name in takes}

@@ -21,7 +21,7 @@ class Row:
     workload: str
     optimizer: str
     weights: int
-    milliseconds: float  # median, or mean where steps differ by turns
+    milliseconds: float  # median, or mean where steps differ in length
     low: float  # quartiles
     high: float
     ratio: float  # speed over that of AdamW, torch's fused one or optax's
@@ -96,5 +96,5 @@ class Report:
 
 
 def _short(milliseconds: float) -> str:
-    """Return five characters or so, that a table of 80 columns has room for."""
+    """Return about five characters, to fit a table of 80 columns."""
     return f"{milliseconds:.{2 if milliseconds < 100 else 1 if milliseconds < 1000 else 0}f}"

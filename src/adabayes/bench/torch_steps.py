@@ -24,7 +24,7 @@ BASELINE = "AdamW fused"
 
 
 def optimizers() -> dict[str, Maker]:
-    """Return the optimizers by the names in the table; those of other packages where they are installed."""
+    """Return the optimizers by their names in the table; those of other packages if they are installed."""
     low = torch.bfloat16
     makers: dict[str, Maker] = {
         BASELINE: lambda p: torch.optim.AdamW(p, fused=True),
@@ -55,7 +55,7 @@ def optimizers() -> dict[str, Maker]:
 
 
 def matrix_optimizers() -> dict[str, Maker]:
-    """Return the optimizers that work on whole matrices, all with the same settings; others' where installed."""
+    """Return the optimizers that work on whole matrices, all with the same settings; others' if installed."""
     makers: dict[str, Maker] = {
         BASELINE: optimizers()[BASELINE],
         "AdaBayes-K": lambda p: AdaBayesK(p, weight_decay=0.01),
@@ -70,12 +70,12 @@ def matrix_optimizers() -> dict[str, Maker]:
 
 
 def steps(workload: Workload, names: Sequence[str]) -> dict[str, Step]:
-    """Make each optimizer with parameters of its own, and gradients that all share."""
+    """Create each optimizer with its own parameters, and gradients that all share."""
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in workload.shapes()]
     grads = [0.01 * torch.randn(shape, generator=generator) for shape in workload.shapes()]
     for g in grads:
-        g[g == 0] = 1e-3  # no dead weights, of which random numbers would make one in ten million
+        g[g == 0] = 1e-3  # no zeros, of which there would be one in ten million: they would be dead weights
     makers = {**matrix_optimizers(), **optimizers()}
     made: dict[str, Step] = {}
     for name in names:
@@ -92,7 +92,7 @@ def steps(workload: Workload, names: Sequence[str]) -> dict[str, Step]:
 
 
 def roof(weights: int) -> Callable[[], None] | None:
-    """Make a loop that reads four arrays and writes three of them in place, with the threads of the kernels."""
+    """Return a loop that reads four arrays and writes three of them in place, with the threads of the kernels."""
     if kernels.unavailable():
         return None
     arrays = [torch.ones(weights) for _ in range(4)]
@@ -115,7 +115,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _adabound(params: list[Tensor]) -> torch.optim.Optimizer:
-    # A package of 2019, whose calls torch deprecates at each step.
+    # A package of 2019: torch warns about its deprecated calls at each step.
     warnings.filterwarnings("ignore", "This overload of add", UserWarning)
     optimizer: torch.optim.Optimizer = importlib.import_module("adabound").AdaBound(params)
     return optimizer
@@ -155,7 +155,7 @@ class _Muon(torch.optim.Optimizer):
 
 
 def _step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return the calls of one training step: IVON also draws the weights at which gradients are taken."""
+    """Return the calls of one training step: IVON also samples the weights at which gradients are taken."""
     if not hasattr(optimizer, "sampled_params"):
         return optimizer.step
 

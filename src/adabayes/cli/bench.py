@@ -1,4 +1,4 @@
-"""``adabayes bench``: how fast a step is."""
+"""``adabayes bench``: times a step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ __all__ = ["add"]
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser("bench", help="time a step against torch's optimizers", description=bench.__doc__)
     parser.add_argument("--quick", action="store_true", help="small workloads and few repeats: about a minute")
-    parser.add_argument("--backend", choices=("torch", "jax"), default="torch", help="(default: torch)")
-    parser.add_argument("--matrix", action="store_true", help="AdaBayes-K and its rivals: some minutes")
-    parser.add_argument("--threads", type=int, help="(default: torch's)")
+    parser.add_argument(
+        "--backend",
+        choices=("torch", "jax"),
+        default="torch",
+        help="library whose optimizers are timed (default: torch)",
+    )
+    parser.add_argument("--matrix", action="store_true", help="AdaBayes-K and its rivals: a few minutes")
+    parser.add_argument("--threads", type=int, help="number of threads (default: torch's)")
     parser.add_argument(
         "--workload", action="append", metavar="NAME", help=f"one of {', '.join(WORKLOADS)}; may be repeated"
     )
@@ -26,10 +31,10 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "--optimizer",
         action="append",
         metavar="NAME",
-        help="a name from the table; may be repeated; fused AdamW is always there",
+        help="a name from the table; may be repeated; fused AdamW is always included",
     )
     parser.add_argument("--repeats", type=int, help="timed steps of each optimizer (default: 30; with --quick 10)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios to FILE (needs matplotlib)")
     parser.set_defaults(run=lambda args: _run(parser, args))
 

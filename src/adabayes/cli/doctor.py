@@ -1,4 +1,4 @@
-"""``adabayes doctor``: whether everything is in place."""
+"""``adabayes doctor``: checks the installation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "doctor",
         help="check the installation",
-        description="Prints versions, whether the fused kernels are there, which instructions they use, and which "
+        description="Prints versions, whether the fused kernels were built, which instructions they use, and which "
         "extras are installed. With --gpu, checks the fused step on the GPU: its bits against the CPU's, a step's time "
         "against torch's AdamW, a CUDA graph and a GradScaler; without a GPU, what needs none. Takes a minute or two.",
     )
@@ -34,7 +34,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _check_gpu() -> None:
-    """Print what was found, with a GPU as a block to paste into an issue; exit with 1 if something is wrong."""
+    """Print the results, with ``--gpu`` as a block to paste into an issue; exit with 1 if something is wrong."""
     import torch
 
     from adabayes.bench import gpu

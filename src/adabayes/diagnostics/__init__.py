@@ -1,4 +1,4 @@
-"""Tells which weights of a network move like SGD, which like Adam, and at what learning rates.
+"""Shows which weights of a network move like SGD, which like Adam, and at what learning rates.
 
 >>> import torch
 >>> from adabayes import AdaBayes

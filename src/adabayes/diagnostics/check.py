@@ -24,22 +24,22 @@ def check(
     accumulate: int = 1,
     processes: int | None = None,
 ) -> list[str]:
-    """List what looks wrong in a training set-up, a sentence or two each; the list is empty if all looks right.
+    """List what looks wrong in a training set-up, in a sentence or two each; an empty list means that all looks right.
 
     It checks whether the optimizer has the model's parameters, whether ``batch_size`` and ``reduction`` fit a real
     minibatch, and whether precision is lost. It computes the loss twice, without gradients and dropout, the second time
-    with every example twice: that tells sums from means, unless the loss compares examples with one another. The model,
-    its buffers and the random generators are left as they were. With several processes, call it in each.
+    with every example twice: that distinguishes sums from means, unless the loss compares examples with one another.
+    The model, its buffers and the random generators are left as they were. With several processes, call it in each.
 
     Args:
-        optimizer: an AdaBayes or AdaBayesFP.
+        optimizer: an AdaBayes, AdaBayesFP or AdaBayesK.
         model: the model that it trains.
         loss: takes ``batch`` and returns a tensor of one element, as in the training loop.
         batch: a minibatch as this process gets it: tensors, or dicts and lists of them, whose first dimension counts
             examples.
         accumulate: number of minibatches whose gradients are added up for one step.
-        processes: number of processes that have a minibatch of their own. None: all; give it if some share one, as in
-            tensor parallelism.
+        processes: number of processes that have their own minibatch. None: all of them. Give it if some share one,
+            as in tensor parallelism.
 
     Examples:
         >>> from adabayes import AdaBayes
@@ -62,7 +62,7 @@ def check(
 
 
 def _foreign(groups: list[dict[str, Any]], model: nn.Module) -> Iterator[str]:
-    """Find parameters that are trained in vain, or not at all."""
+    """Find parameters that the model does not use, or that are not trained."""
     known = {p for group in groups for p in group["params"]}
     strange = len(known - set(model.parameters()))
     if strange:
@@ -76,7 +76,7 @@ def _foreign(groups: list[dict[str, Any]], model: nn.Module) -> Iterator[str]:
 
 
 def _imprecise(optimizer: TwoRateOptimizer, model: nn.Module) -> Iterator[str]:
-    """Find precision that is lost."""
+    """Find where precision is lost."""
     names = {p: name for name, p in model.named_parameters()}
     converted, coarse = [], []
     for group in optimizer.param_groups:
@@ -100,7 +100,7 @@ def _imprecise(optimizer: TwoRateOptimizer, model: nn.Module) -> Iterator[str]:
 
 
 def _miscounted(groups: list[dict[str, Any]], batch: Any, processes: int, accumulate: int) -> Iterator[str]:
-    """Find a ``batch_size`` that is not that of a step."""
+    """Find a ``batch_size`` that differs from the number of examples in a step."""
     tensors = [x for x in _leaves(batch) if isinstance(x, Tensor) and x.dim() > 0]
     if not tensors:
         raise ValueError("check(optimizer, model, loss, *batch): there is no tensor in batch")
@@ -118,7 +118,7 @@ def _miscounted(groups: list[dict[str, Any]], batch: Any, processes: int, accumu
 
 
 def _misreduced(groups: list[dict[str, Any]], once: float, twice: float) -> Iterator[str]:
-    """Find a ``reduction`` that is not the loss's, from the loss of a minibatch once and with every example twice."""
+    """Find a wrong ``reduction``, from the loss of a minibatch and of the same with every example twice."""
     if not math.isfinite(once):
         yield f"The loss of this minibatch is {once}."
     reductions = {group["reduction"] for group in groups}

@@ -1,4 +1,4 @@
-"""Tells how correlated the gradients of each matrix are, which is what AdaBayes-K makes use of."""
+"""Measures how correlated the gradients of each matrix are, which is what AdaBayes-K uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from adabayes._table import aligned, shortened
+from adabayes._table import aligned, html, shortened
 from adabayes.diagnostics._names import named
 from adabayes.eigenbasis import cut, factor, to_blocks
 from adabayes.optim._checks import check_range
@@ -30,25 +30,25 @@ _ENOUGH = 20  # gradients, before a verdict
 
 @dataclass(frozen=True)
 class Correlation:
-    """The share of the gradients' covariance that lies off the diagonal, of one matrix."""
+    """The share of the gradients' covariance that lies off the diagonal, for one matrix."""
 
     name: str
     shape: tuple[int, ...]
-    shares: dict[str, float | None]  # of its sides, "left" and "right"; None where one is larger than max_size
-    total: float | None  # of all sides together; None where none is looked at
+    shares: dict[str, float | None]  # by side, "left" and "right"; None for a side larger than max_size
+    total: float | None  # of both sides together; None if both are larger than max_size
     steps: int  # gradients seen
 
     @property
     def weights(self) -> int:
-        """How many weights the matrix has."""
+        """Number of weights of the matrix."""
         return math.prod(self.shape)
 
 
 class Correlations:
     r"""Measures how much of the gradients' covariance lies off the diagonal: what AdaBayes-K uses and Adam ignores.
 
-    Train as you do, with any optimizer, and call :meth:`see` when gradients are ready: after ``backward``, clipping and
-    unscaling, before the step. It changes nothing: neither gradients nor random generators.
+    Train as usual, with any optimizer, and call :meth:`see` when gradients are ready: after ``backward``, clipping and
+    unscaling, and before the step. It changes neither gradients nor random generators.
 
     For a matrix with gradients :math:`G` (m x n), it follows the factors that AdaBayes-K would have,
     :math:`A = \langle G G^T \rangle` of the left side, a layer's outputs, and :math:`C = \langle G^T G \rangle` of the
@@ -57,24 +57,25 @@ class Correlations:
     .. math:: \text{share}(A) = 1 - \frac{\sum_i A_{ii}^2}{\sum_{ij} A_{ij}^2}
 
     and that of the matrix the same of :math:`A \otimes C`, :math:`1 - (1 - \text{share}(A)) (1 - \text{share}(C))`. It
-    is 0 where coordinates are uncorrelated: there AdaBayes-K is AdaBayes-FP. It is near 1 where few directions, none of
-    them a coordinate, have most of the gradient. It tells what there is to use, not how much faster training will be.
+    is 0 where coordinates are uncorrelated: there AdaBayes-K is AdaBayes-FP. It is near 1 where a few directions, none
+    of them a coordinate, have most of the gradient. It shows what there is to use, not how much faster training will
+    be.
 
     Few gradients seem correlated even if their entries are independent. So both sums are those over pairs of
     *different* steps, :math:`\sum_{s \ne t} \sum_{ij} (G_s G_s^T)_{ij} (G_t G_t^T)_{ij}`, which have no such bias if
-    steps have minibatches of their own. What is left of the noise below 0 is shown as 0.
+    each step has its own minibatch. Noise may leave a share below 0, which is shown as 0.
 
-    A matrix that AdaBayes-K would cut into blocks is cut here too, and sums go over its blocks: what lies between two
-    blocks is not looked at.
+    A matrix that AdaBayes-K would cut into blocks is cut here too, and sums go over its blocks: correlations between
+    two blocks are ignored.
 
-    A step takes the products :math:`G G^T` and :math:`G^T G` of each block, and memory m² + n² numbers. Call
-    :meth:`see` every few steps if that is too much. Gradients that are not finite are left out.
+    A step costs the products :math:`G G^T` and :math:`G^T G` of each block, and memory for m² + n² numbers. Call
+    :meth:`see` every few steps if that is too much. Gradients that are not finite are skipped.
 
     Args:
-        source: a model, or an optimizer, any of torch's.
-        block_size: as that of AdaBayes-K.
-        max_size: as that of AdaBayes-K; a larger side, which it would not rotate, is not looked at.
-        beta2: decay of the averages, as that of AdaBayes-K.
+        source: a model, or any optimizer of torch.
+        block_size: as in AdaBayes-K.
+        max_size: as in AdaBayes-K; a larger side, which it would not rotate, is ignored.
+        beta2: decay of the averages, as in AdaBayes-K.
 
     Examples:
         >>> model = nn.Linear(3, 2)
@@ -113,7 +114,7 @@ class Correlations:
 
     @torch.no_grad()
     def see(self) -> None:
-        """Take in the gradients that are there now."""
+        """Add the present gradients to the averages."""
         for name, p in self._params():
             if p.grad is None:
                 continue
@@ -138,12 +139,12 @@ class Correlations:
             yield from ((name, p) for name, p, _ in named(self._source))
 
     def layers(self) -> list[Correlation]:
-        """Return what was found of each matrix that has had two gradients or more."""
+        """Return the correlations of each matrix that has had two gradients or more."""
         return [matrix.found(name) for name, matrix in self._matrices.items() if matrix.steps > 1]
 
     @property
     def total(self) -> float | None:
-        """The share of all matrices that are looked at, weighted by their number of weights; None if there are none."""
+        """Share of all matrices, weighted by their number of weights; None if there is none to look at."""
         known = [(layer.weights, layer.total) for layer in self.layers() if layer.total is not None]
         return sum(weights * share for weights, share in known) / sum(n for n, _ in known) if known else None
 
@@ -162,17 +163,25 @@ class Correlations:
 
     def table(self) -> str:
         """Return a table of all layers, and the verdict."""
-        layers = self.layers()
+        header, *lines = aligned(self._cells())
+        rule = "-" * len(header)
+        wrapped = [line for note in self._notes() for line in textwrap.wrap(note, 80)]
+        return "\n".join([header, rule, *lines, *([rule] if lines else []), *wrapped])
+
+    def _repr_html_(self) -> str:
+        return html(self._cells(), self._notes())
+
+    def _cells(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("layer", "shape", *_SIDES, "total")]
-        for layer in layers:
+        for layer in self.layers():
             shown = [_percent(layer.shares[side]) for side in _SIDES]
             shape = " x ".join(map(str, layer.shape))
             rows.append((shortened(layer.name, 28), shape, *shown, _percent(layer.total)))
-        header, *lines = aligned(rows)
-        rule = "-" * len(header)
-        large = any(share is None for layer in layers for share in layer.shares.values())
-        note = [f"-: a side larger than {self._max_size}, not looked at."] if large else []
-        return "\n".join([header, rule, *lines, *([rule] if lines else []), *note, *textwrap.wrap(self.verdict, 80)])
+        return rows
+
+    def _notes(self) -> list[str]:
+        large = any(share is None for layer in self.layers() for share in layer.shares.values())
+        return [*([f"-: a side larger than {self._max_size}, not looked at."] if large else []), self.verdict]
 
     def plot(self, path: str | PathLike[str] | None = None, ax: Axes | None = None) -> Axes:
         """Draw the shares of all layers and save the figure to ``path`` if given."""
@@ -235,7 +244,7 @@ class _Matrix:
 
 
 class _Factor:
-    """An averaged covariance, and how much of its squares is of steps with themselves."""
+    """An averaged covariance, and the part of its squares that comes from pairs of a step with itself."""
 
     def __init__(self) -> None:
         self._average: Tensor | None = None

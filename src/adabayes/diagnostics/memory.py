@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from adabayes._table import html
 from adabayes.eigenbasis import cut
 
 __all__ = ["MemoryPlan", "matrix_memory_plan", "memory_plan"]
@@ -24,12 +25,17 @@ class MemoryPlan:
 
     @property
     def total(self) -> float:
-        """Bytes that stay on a device all the time; activations and gathered layers come on top."""
+        """Bytes that stay on a device; activations and gathered layers are not included."""
         return self.parameters + self.gradients + self.state
 
     def seconds(self, bandwidth: float) -> float:
         """Return the time of a step on large tensors, which memory limits; ``bandwidth`` is in bytes per second."""
         return self.moved / bandwidth
+
+    def _repr_html_(self) -> str:
+        parts = ("parameters", "gradients", "state", "total", "moved")
+        rows = [("", "GB per device"), *((part, f"{getattr(self, part) / 1e9:.3g}") for part in parts)]
+        return html(rows, ["total: what stays on the device. moved: what a step reads and writes."])
 
 
 def memory_plan(
@@ -43,8 +49,8 @@ def memory_plan(
     """Plan the memory that AdaBayes or AdaBayes-FP needs for a network, sharded over devices by FSDP2.
 
     Args:
-        weights: how many the network has, as ``7e9``.
-        devices: how many share all of it.
+        weights: number of weights of the network, such as ``7e9``.
+        devices: number of devices that share them.
         param_dtype: dtype of the weights.
         grad_dtype: dtype of the gradients that the optimizer gets. None: that of the weights.
         state_dtype: as given to the optimizer. None: fp32, or float64 for such weights.
@@ -75,16 +81,16 @@ def matrix_memory_plan(
     """Plan the memory that AdaBayes-K needs for a network, on each device that has all of it.
 
     Beside the two averages, each side of a block has a factor and a basis: 2 n² numbers, in fp32 or more.
-    They are counted among the bytes that a step moves; what it computes in between is not, nor is the refresh of bases.
-    A step may be limited by matrix products instead: ``seconds`` is the least that it takes.
+    They are counted among the bytes that a step moves; intermediate results and the refresh of bases are not. A step
+    may be limited by matrix products instead, so ``seconds`` is a lower bound.
 
     Args:
-        shapes: of the parameters, as ``[p.shape for p in model.parameters()]``.
+        shapes: shapes of the parameters, ``[p.shape for p in model.parameters()]``.
         block_size: as given to the optimizer.
         max_size: as given to the optimizer.
         param_dtype: dtype of the weights.
         grad_dtype: dtype of the gradients that the optimizer gets. None: that of the weights.
-        state_dtype: of the averages, as given to the optimizer. None: fp32, or float64 for such weights.
+        state_dtype: dtype of the averages, as given to the optimizer. None: fp32, or float64 for such weights.
 
     Examples:
         >>> layer = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]  # of GPT-2

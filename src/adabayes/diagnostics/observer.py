@@ -43,11 +43,12 @@ class Observer:
     nothing else: neither gradients nor state nor the global random generator.
 
     Args:
-        optimizer: an AdaBayes, AdaBayesFP or AdaBayesK. Of the last, it shows eigendirections, by its own averages.
-        per_tensor: how many weights of each parameter tensor to follow.
-        beta2: decay of the mean square. None: that of the optimizer, for AdaBayes by the memory of its filter.
-        seed: chooses the weights.
-        model: where to take the names of parameters from; or make the optimizer with ``named_parameters()``.
+        optimizer: an AdaBayes, AdaBayesFP or AdaBayesK. For AdaBayesK, the points are eigendirections, from its own
+            averages.
+        per_tensor: number of weights to follow in each parameter tensor.
+        beta2: decay of the mean square. None: that of the optimizer; for AdaBayes, from the memory of its filter.
+        seed: seed for the choice of weights.
+        model: gives the parameters' names. Not needed if the optimizer was created with ``named_parameters()``.
 
     Examples:
         >>> from adabayes import AdaBayes
@@ -94,7 +95,7 @@ class Observer:
 
     @torch.no_grad()
     def _observe(self, *_: object) -> None:
-        if self._optimizer.ROTATES:  # it is not weights that have learning rates, and what directions have is all known
+        if self._optimizer.ROTATES:  # directions have learning rates, not weights, and the optimizer itself knows them
             return
         for group in self._optimizer.param_groups:
             factor = self._optimizer.mean_factor(group)
@@ -115,7 +116,7 @@ class Observer:
         return {"tracked": {order[p]: tracked.state() for p, tracked in self._tracked.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Continue from the result of :meth:`state_dict`."""
         params = list(self._params())
         self._tracked = {params[i]: _Tracked.of(tracked) for i, tracked in state["tracked"].items()}
 
@@ -141,7 +142,7 @@ class Observer:
         """Return points of an optimizer that has a learning rate for each direction, from its own averages."""
         gain, square = self._optimizer.relative_gain(p).flatten(), self._optimizer.mean_square(p)
         assert square is not None
-        # By chance, as every k-th may all be in one column, of one eigenvalue.
+        # At random: every k-th entry might be in one column, of one eigenvalue.
         sample = torch.randperm(gain.numel(), generator=torch.Generator().manual_seed(self._seed))[: self._per_tensor]
         sample = sample.sort().values.to(gain.device)
         adam_lr = lr / square.flatten()[sample].double().sqrt()
@@ -172,7 +173,7 @@ def draw_rates(points: Sequence[Points], ax: Axes) -> None:
         (dots,) = ax.plot(p.adam_lr, p.effective_lr, ".", color="0.25", alpha=0.35, markersize=4, markeredgewidth=0)
         dots.set(zorder=3, rasterized=True)
     rates = {(p.lr, p.lr_sgd) for p in points}
-    # Weights with almost no gradient are far out on the right, and all the same: three decades show them well.
+    # Weights with almost no gradient are far to the right and all alike: three decades are enough to show them.
     slowest = min((lr for p in points for lr in p.adam_lr.tolist() if lr > 0), default=math.inf)
     left = min(slowest, *(p.lr_sgd / 30 for p in points)) / 2
     right = 1000 * max(p.lr_sgd for p in points)

@@ -18,11 +18,11 @@ _SAMPLE = 100_000  # weights per tensor that quantiles are taken over; shares co
 def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> Regimes:
     """Return the regimes of an :class:`~adabayes.AdaBayes` or :class:`~adabayes.AdaBayesFP` that has taken a step.
 
-    Of an :class:`~adabayes.AdaBayesK`, they are those of eigendirections: a matrix has as many as weights.
+    For an :class:`~adabayes.AdaBayesK`, they are those of eigendirections: a matrix has as many of them as weights.
 
     Args:
         optimizer: parameters without state (no gradient yet) are left out.
-        model: where to take the names of parameters from; or make the optimizer with ``named_parameters()``.
+        model: gives the parameters' names. Not needed if the optimizer was created with ``named_parameters()``.
     """
     optimizer = unwrap(optimizer)
     rows: list[Regime] = []

@@ -1,4 +1,4 @@
-"""The fused CPU kernels. Without them, because there was no C compiler, everything else works."""
+"""Fused kernels for CPUs and GPUs. Everything works without them, but more slowly."""
 
 from adabayes.kernels.library import LIBRARY, instruction_set, stream, thread_source, unavailable
 

@@ -1,4 +1,4 @@
-"""Compiles the kernel for GPUs ahead of time, which needs Triton but no GPU, and looks at the code."""
+"""Compiles the kernel for GPUs ahead of time, which needs Triton but no GPU, and inspects the code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Variant(NamedTuple):
 
     @property
     def bytes_per_weight(self) -> int:
-        """Return what a step must read and write: the gradient, and parameter and state twice."""
+        """Return the bytes that a step must read and write: the gradient once, parameter and state twice."""
         return 3 * self.param.itemsize + 4 * self.state.itemsize
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Variant(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """Code for a target, and what can be told of it."""
+    """Code for a target, and its properties."""
 
     code: str  # PTX, or AMD's assembly
     registers: int
@@ -54,12 +54,12 @@ class Compiled(NamedTuple):
 
     @property
     def forbidden(self) -> list[str]:
-        """Return the instructions that would not give the bits of the CPU; PTX alone can tell."""
+        """Return the instructions that would not give the bits of the CPU; only PTX shows them."""
         return [] if self.wide_bytes is None else sorted(set(_FORBIDDEN.findall(self.code)))
 
 
 def variants() -> Iterator[Variant]:
-    """Yield every variant that a step can ask for."""
+    """Yield every variant that a step can need."""
     settled = [("adabayes_fp_step", centred, cautious) for centred, cautious in product((False, True), repeat=2)]
     for (function, centred, cautious), (param, state), found_inf in product(
         (("adabayes_step", False, False), *settled),

@@ -1,7 +1,7 @@
 """The fused step on a GPU: one Triton kernel for all tensors of a kind, and the tables that it reads.
 
-Nothing here waits for the device, unless step counts are on the host and a GradScaler's verdict is not. Under
-TRITON_INTERPRET=1, decided when Triton is imported, the same kernel runs on tensors of the CPU: so it is tested.
+Nothing here waits for the device, unless step counts are on the host and the found_inf of a GradScaler is not. Under
+TRITON_INTERPRET=1, which Triton reads when it is imported, the same kernel runs on CPU tensors; the tests use that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 Scalar = float | Tensor
 
-PAIRS = {  # of parameter and state; float64 is foreach's
+PAIRS = {  # of parameter and state; float64 uses foreach
     (param, state)
     for param in (torch.float32, torch.bfloat16, torch.float16)
     for state in (torch.float32, torch.bfloat16)
@@ -50,10 +50,10 @@ WARPS = 4  # of a program
 # Of a thread: five programs then fit into a multiprocessor. Left alone, Nvidia's compiler keeps to 64 and spills some.
 REGISTERS = 96
 
-# Whether fused=None takes this kernel: not before a report of `adabayes doctor --gpu` from a GPU is in.
+# Whether fused=None uses this kernel: not before there is a report of `adabayes doctor --gpu` from a GPU.
 BY_DEFAULT = False
 
-# What graphs that were captured read at each replay, however long they live: a few bytes for each tensor.
+# Memory that captured graphs read at each replay, kept for as long as they may live: a few bytes for each tensor.
 _captured: list[Tensor] = []
 
 
@@ -97,7 +97,7 @@ def _kernels() -> ModuleType:
 def constants(
     function: str, param: torch.dtype, state: torch.dtype, round_params: bool, centred: bool, cautious: bool
 ) -> dict[str, Any]:
-    """Return what a variant of the kernel is compiled for."""
+    """Return the types and constants that a variant of the kernel is compiled for."""
     import triton.language as tl
 
     types = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.uint16}  # bf16 as its bits
@@ -119,14 +119,14 @@ def constants(
 
 @cache
 def counting(step: torch.dtype) -> dict[str, Any]:
-    """Return what the kernel that counts steps is compiled for."""
+    """Return the types and constants that the kernel that counts steps is compiled for."""
     import triton.language as tl
 
     return {"STEP": tl.float64 if step == torch.float64 else tl.float32, "BLOCK": COUNTED, "WIDTH": WIDTH}
 
 
 def options(nvidia: bool) -> dict[str, Any]:
-    """Return how a kernel is compiled."""
+    """Return the options with which a kernel is compiled."""
     common = {"num_warps": WARPS, "enable_fp_fusion": False}
     return {**common, "maxnreg": REGISTERS} if nvidia else common
 
@@ -135,11 +135,11 @@ class Launch:
     """Tensors of one device and one kind: the tables that the kernel reads.
 
     Args:
-        params: of one dtype, on one device, without gaps; their state is laid out likewise.
-        exp_avgs: of one dtype.
-        second_states: of the same.
-        steps: the counts, of one dtype, on the device or on the CPU; None if :meth:`run` is given one for all.
-        indices: of each tensor among all of the optimizer's, for the random bits.
+        params: parameters of one dtype, on one device, without gaps; their state has the same layout.
+        exp_avgs: first entries of state, of one dtype.
+        second_states: second entries, of the same dtype.
+        steps: step counts of one dtype, on the device or on the CPU; None if :meth:`run` is given one for all.
+        indices: index of each tensor among all of the optimizer's, for the random bits.
     """
 
     def __init__(
@@ -186,13 +186,13 @@ class Launch:
         """Take a step.
 
         Args:
-            function: of the library for the CPU, whose bits these are.
-            grads: addresses of gradients like the parameters.
-            numbers: as the library takes them; tensors on the device are not looked at.
-            steps: the counts, if they are on the host.
-            t: the count of all, if there are no tensors of them.
+            function: name of the function of the CPU library that computes the same bits.
+            grads: addresses of the gradients, which have the layout of the parameters.
+            numbers: numbers as the library takes them; tensors on the device are not read here.
+            steps: step counts, if they are on the host.
+            t: one step count for all, if there are no tensors of them.
             found_inf: a number on the device; unless it is 0, nothing is changed.
-            seed: of the stochastic rounding.
+            seed: seed of the stochastic rounding.
             round_params: whether bf16 parameters are rounded stochastically.
         """
         kernels = _kernels()
@@ -226,7 +226,7 @@ class Launch:
         return t.to(self.device, non_blocking=True)  # a group may have tensors on several devices
 
     def _gradients(self, addresses: Sequence[int], capturing: bool) -> Tensor:
-        """Return the addresses of the gradients on the device: as they were sent, unless a gradient has moved."""
+        """Return the addresses of the gradients on the device; send them only if a gradient has moved."""
         if capturing:
             # Not from memory of the host, which a replay would read again: as arguments of kernels.
             _captured.extend((self.table, self.pieces))
@@ -247,7 +247,7 @@ class Launch:
         found_inf: Tensor | None,
         capturing: bool,
     ) -> Tensor:
-        """Count the steps on the device, and work out a row of numbers for each tensor there."""
+        """Count the steps on the device, and compute a row of numbers for each tensor there."""
         rows = _Rows(self._count, self.device) if capturing or self._rows is None else self._rows
         self._rows = self._rows if capturing else rows
         kernels.count_steps[(-(-self._count // COUNTED),)](
@@ -264,7 +264,7 @@ class Launch:
     def _from_host(
         self, function: str, numbers: Mapping[str, Scalar], steps: Sequence[Tensor] | None, t: float | None
     ) -> Tensor:
-        """Count the steps on the host; send one row for all tensors, or what rows are made of, if counts differ."""
+        """Count the steps on the host; send one row for all tensors or, if counts differ, the columns of the rows."""
         counts = [t]
         if steps is not None:
             torch._foreach_add_(list(steps), 1)
@@ -315,7 +315,7 @@ def row(function: str, c: Mapping[str, Any], t: Any) -> list[Any]:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Tell whether what is launched on a device is captured in a graph, to be replayed."""
+    """Tell whether launches on a device are being captured in a graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

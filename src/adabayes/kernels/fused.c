@@ -1,7 +1,7 @@
 /* One optimizer step over many tensors at once, on the CPU.
  *
  * Plain C that knows nothing of Python or torch: pointers, lengths, numbers. The elements of all tensors are numbered
- * through in units of 64, and threads take equal shares of that range, so that a thousand small tensors cost what one
+ * consecutively in units of 64, and threads take equal shares of that range, so that a thousand small tensors cost what one
  * large one does. Every element is computed by itself, and nothing is contracted or reordered (-ffp-contract=off), so
  * results do not depend on the number of threads, on the instruction set, or on where a share begins.
  */
@@ -206,7 +206,7 @@ static update *const adabayes_fp_updates[DTYPES][DTYPES] = {
     [F16] = {[F32] = adabayes_fp_f16_f32, [BF16] = adabayes_fp_f16_bf16},
 };
 
-/* Sharing out the work */
+/* Sharing the work */
 
 typedef struct {
     const tensors *t;
@@ -214,7 +214,7 @@ typedef struct {
     update *apply;
     int64_t units;
     int shares;
-    int next; /* share that nobody has taken yet */
+    int next; /* first share that no thread has taken yet */
 } job;
 
 /* The last elements of a tensor, too few for whole vectors, which would be done one by one: so in a unit of their own,
@@ -300,7 +300,7 @@ static void share_out(void (*work)(void *), void *(*in_thread)(void *), job *j) 
         pthread_t others[MAX_THREADS];
         int started = 0;
         while (started < j->shares - 1 && !pthread_create(&others[started], 0, in_thread, j)) started++;
-        work(j); /* and the shares of threads that could not be had */
+        work(j); /* including the shares of threads that could not be started */
         for (int i = 0; i < started; i++) pthread_join(others[i], 0);
 #else
         (void)in_thread;
@@ -336,7 +336,7 @@ EXPORT int adabayes_fp_step(const tensors *t, const adabayes_fp_numbers *c) {
     return run(t, c, adabayes_fp_updates);
 }
 
-/* The least that a step can do: four arrays read, three of them written. What its time is measured against. */
+/* The minimum of a step: reads four arrays and writes three of them. The benchmark compares steps with it. */
 static CLONES void stream(const void *unused, const bias_corrections *bias, void *restrict p, const void *restrict g,
                           void *restrict m, void *restrict s, uint32_t first, int32_t count, int round_params,
                           uint32_t key) {

@@ -91,7 +91,7 @@ def unavailable() -> str | None:
 
 
 def thread_source() -> str:
-    """Return whose threads the kernels run on."""
+    """Say whose threads the kernels use."""
     return "torch's OpenMP" if team_of_torch() else "the kernels themselves, for the time of a step"
 
 
@@ -104,7 +104,7 @@ def instruction_set() -> str:
 
 
 def call(function: str, tensors: ctypes.Structure, numbers: ctypes.Structure) -> None:
-    """Run a kernel. Every address must have the memory behind it that ``numels`` and the types tell of."""
+    """Run a kernel. The memory at every address must be as large as ``numels`` and the types say."""
     library = load()
     assert not isinstance(library, str)
     if getattr(library, function)(ctypes.byref(tensors), ctypes.byref(numbers)):
@@ -112,7 +112,7 @@ def call(function: str, tensors: ctypes.Structure, numbers: ctypes.Structure) ->
 
 
 def stream(*arrays: Tensor) -> None:
-    """Add the second of four fp32 arrays to the others: what a step at the speed of memory would take."""
+    """Add the second of four fp32 arrays to the others, which takes as long as a step at the speed of memory."""
     step = torch.zeros(())
     columns = {name: array("Q", [t.data_ptr()]) for name, t in zip(ARRAYS, (*arrays, step))}
     columns |= {"numels": array("q", [arrays[0].numel()]), "indices": array("q", [0])}

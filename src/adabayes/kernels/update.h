@@ -53,8 +53,8 @@ RUN(adabayes) {
     }
 }
 
-/* As options, the variance is that of what the average did not foresee, and an average that has not the sign of the
- * newest gradient does not move its weight. */
+/* With `centred`, the variance is that of what the average did not predict. With `cautious`, a weight stays where it is
+ * if its average does not have the sign of the newest gradient. */
 #define SETTLED(CENTRED, CAUTIOUS)                                                                                 \
     for (int32_t i = 0; i < count; i++) {                                                                          \
         const uint32_t who = (first + (uint32_t)i) ^ key, random = mix(who), more = mix(who ^ PARAM_STREAM);       \

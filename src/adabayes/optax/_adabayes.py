@@ -42,9 +42,9 @@ def scale_by_adabayes(
     state_dtype: Any = None,
     seed: int = 0,
 ) -> optax.GradientTransformation:
-    """Scale gradients by the filter's gain, in units of the learning rate, which is to follow in the chain.
+    """Scale gradients by the filter's gain, in units of the learning rate.
 
-    Arguments are those of :func:`adabayes`.
+    The chain has to scale by the learning rate afterwards. Arguments are those of :func:`adabayes`.
     """
     rates = TwoRates(learning_rate, base_lr, lr_sgd, RATIO)
     learning_rate, batch_size, b1 = map(plain, (learning_rate, batch_size, b1))
@@ -72,7 +72,7 @@ def scale_by_adabayes(
             schedule = (learning_rate(state.count) if callable(learning_rate) else learning_rate) / base_lr
         paused = schedule == 0  # where the paper divides by zero, nothing happens
         steps = jnp.where(paused, state.steps, optax.safe_increment(state.steps))
-        # In units of the learning rate, which is to follow; during a pause, any finite number will do.
+        # In units of the learning rate, which comes later; during a pause, any finite number will do.
         scale = 1 / (bias_correction(b1, jnp.maximum(steps, 1)) * base_lr * jnp.where(paused, 1.0, schedule))
 
         def leaf(g: jax.Array, mu: jax.Array, gain: jax.Array) -> tuple[jax.Array, ...]:
@@ -117,31 +117,31 @@ def adabayes(
 ) -> optax.GradientTransformation:
     """AdaBayes (Aitchison, 2020), Algorithm 1: moves by itself between SGD and AdamW, weight by weight.
 
-    It gives the same numbers as :class:`adabayes.AdaBayes`, which has more to say about the method.
+    It gives the same numbers as :class:`adabayes.AdaBayes`, whose documentation says more about the method.
 
     Args:
-        learning_rate: Adam's, and *the* learning rate: a number, a schedule or a traced array. What scales it scales
-            ``lr_sgd`` too.
+        learning_rate: Adam's learning rate: a number, a schedule or a traced array. A schedule scales ``lr_sgd``
+            with it.
         lr_sgd: learning rate for weights with small gradients, while ``learning_rate`` is at its base, in units of the
-            averaged gradient: coming from ``optax.sgd(lr, momentum)``, which sums instead, ``lr / (1 - momentum)``.
-            None: 100 times the base, the paper's ratio.
-        batch_size: examples in a whole step, over all devices and accumulated gradients; in language models, tokens.
-            It matters: it sets the upper end of the Adam-like window, ``1 / (batch_size * learning_rate)``; gradients
-            above get less than Adam's learning rate. None, unknown: as if it were ``0.01 / base_lr``, which keeps the
-            window open to gradients of 100. When in doubt, take :func:`adabayes_fp`, which does not need it.
+            averaged gradient. Coming from ``optax.sgd(lr, momentum)``, which sums instead, give
+            ``lr / (1 - momentum)``. None: 100 times the base, the paper's ratio.
+        batch_size: number of examples in a whole step, over all devices and accumulated gradients. It sets the upper
+            end of the Adam-like window, ``1 / (batch_size * learning_rate)``; larger gradients get less than Adam's
+            learning rate. None: unknown, taken as ``0.01 / base_lr``, which keeps the window open to gradients of 100.
+            When in doubt, take :func:`adabayes_fp`, which does not need it.
         b1: decay of the averaged gradient (momentum).
         weight_decay: decoupled, as in ``optax.adamw``: each step multiplies weights by
             ``1 - learning_rate * weight_decay``.
         mask: weights to decay, as in ``optax.adamw``.
-        base_lr: ``learning_rate`` without its schedule: its peak, as a rule. The filter runs at this rate and
-            ``lr_sgd``. None: the first value of ``learning_rate``, be it a number, a schedule or traced (as by
-            ``inject_hyperparams``); where that is 0, ``lr_sgd / 100``, the paper's ratio, or 1e-3. So give it with a
-            warm-up. With the default ``lr_sgd``, it has no influence on where the gain settles.
+        base_lr: ``learning_rate`` without its schedule, usually its peak. The filter runs at this rate and
+            ``lr_sgd``. None: the first value of ``learning_rate``, whether a number, a schedule or traced (as by
+            ``inject_hyperparams``); if that is 0, ``lr_sgd / 100``, the paper's ratio, or 1e-3. So give it with a
+            warm-up. With the default ``lr_sgd``, it does not influence where the gain settles.
         dynamics: ``"exact"`` or ``"paper"``, as for :class:`adabayes.AdaBayes`.
         mu_dtype: dtype of the averaged gradient, real or complex. None: that of the rest of the state.
         state_dtype: dtype of the state. None: the parameters', and fp32 for those of less precision. bfloat16 is
-            rounded stochastically, for the filter's changes are smaller than half its precision; with the same random
-            bits as in torch.
+            rounded stochastically, because the filter's changes are smaller than half its precision, with the same
+            random bits as in torch.
         seed: seed of that rounding.
     """
     directions = scale_by_adabayes(

@@ -61,9 +61,9 @@ def scale_by_adabayes_fp(
     state_dtype: Any = None,
     seed: int = 0,
 ) -> optax.GradientTransformation:
-    """Scale gradients by the fixed point of the gain, in units of the learning rate, which is to follow in the chain.
+    """Scale gradients by the fixed point of the gain, in units of the learning rate.
 
-    Arguments are those of :func:`adabayes_fp`.
+    The chain has to scale by the learning rate afterwards. Arguments are those of :func:`adabayes_fp`.
     """
     rates = TwoRates(learning_rate, base_lr, lr_sgd, SETTLED_RATIO)
     b1, b2 = plain(b1), plain(b2)
@@ -105,9 +105,9 @@ def adabayes_fp(
     """AdaBayes-FP, Algorithm 2: the filter at its fixed point, AdamW whose epsilon is ``learning_rate / lr_sgd``.
 
     It gives the same numbers as :class:`adabayes.AdaBayesFP`. Arguments are those of :func:`adabayes`; ``b2`` is the
-    decay of the averaged square. ``lr_sgd=None`` is 1e5 times the base, whatever that is, which is AdamW but for the
+    decay of the averaged square. ``lr_sgd=None`` is 1e5 times the base, whatever that is, which is AdamW except for the
     smallest gradients. ``cautious`` moves only weights whose averaged gradient has the sign of the newest one;
-    ``centred`` averages the squares of what the average did not foresee.
+    ``centred`` averages the squares of what the average did not predict.
     """
     directions = scale_by_adabayes_fp(
         learning_rate,

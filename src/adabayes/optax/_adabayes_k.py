@@ -57,7 +57,7 @@ def scale_by_adabayes_k(
 ) -> optax.GradientTransformation:
     """Scale gradients by the fixed point of the gain in their eigenbasis, in units of the learning rate.
 
-    The learning rate is to follow in the chain. Arguments are those of :func:`adabayes_k`.
+    The chain has to scale by the learning rate afterwards. Arguments are those of :func:`adabayes_k`.
     """
     rates = TwoRates(learning_rate, base_lr, lr_sgd, SETTLED_RATIO)
     b1, b2 = plain(b1), plain(b2)
@@ -73,7 +73,7 @@ def scale_by_adabayes_k(
             return leaves.of_weights(lambda p: _squares(make, p, size), params)
 
         count, decay = jnp.zeros([], jnp.int32), jnp.asarray(b2, float)
-        # Of a parameter without a gradient at the first step, the basis is its own until the first refresh.
+        # A parameter without a gradient at the first step keeps its own basis until the first refresh.
         matrices = squares(lambda n, dtype: jnp.zeros((n, n), dtype)), squares(jnp.eye)
         return ScaleByAdaBayesKState(count, *leaves.zeros(params), *matrices, rates.initial(), decay)
 
@@ -132,8 +132,8 @@ def adabayes_k(
 ) -> optax.GradientTransformation:
     """AdaBayes-K: the paper's filter for a whole weight matrix, in the eigenbasis of its gradients.
 
-    It gives the same numbers as :class:`adabayes.AdaBayesK`, which has more to say about the method. Use it for a whole
-    model, in the place of ``optax.adamw``: vectors and numbers get AdaBayes-FP.
+    It gives the same numbers as :class:`adabayes.AdaBayesK`, whose documentation says more about the method. Use it for
+    a whole model, in place of ``optax.adamw``: vectors and scalars get AdaBayes-FP.
 
     The last axis of an array is taken as that of the outputs, as in Flax; a convolution is a matrix, (height * width *
     in) x out. So the numbers are those of torch, whose first axis is that of the outputs, for the transpose. Matrices
@@ -153,13 +153,13 @@ def adabayes_k(
             compiled, as ``refresh`` and ``max_size`` do: with ``inject_hyperparams``, leave them out or name them in
             ``static_args``.
         refresh: steps from one update of a basis to the next. None: 10.
-        max_size: of a side that is rotated. None: 2048. A matrix takes 2 (m² + n²) numbers of state beside the 2 mn of
-            ``optax.adamw``.
+        max_size: largest side that is rotated. None: 2048. A matrix takes 2 (m² + n²) numbers of state beside the 2 mn
+            of ``optax.adamw``.
         cautious: move only in directions whose averaged gradient has the sign of the newest one.
-        centred: average the squares of what the average did not foresee, as :class:`adabayes.AdaBayesK` has it.
+        centred: average the squares of what the average did not predict, as in :class:`adabayes.AdaBayesK`.
         mu_dtype: dtype of the averaged gradient, real or complex. None: that of the averaged square.
         state_dtype: dtype of the two averages, as for :func:`adabayes`; factors and bases stay fp32, or float64 for
-            parameters of that.
+            float64 parameters.
         seed: seed of the rounding of bfloat16.
     """
     directions = scale_by_adabayes_k(
@@ -222,7 +222,7 @@ def _follower(side: int, decay: Scalar) -> Callable[[jax.Array, jax.Array], Side
 
 
 def _first_of(rotated: tuple[int, ...]) -> Callable[..., tuple[Sides]]:
-    """Return a function that makes the first bases, of the first gradient."""
+    """Return a function that computes the first bases from the first gradient."""
     return lambda bases, g: (tuple(basis_of(factor(g.astype(b.dtype), side)) for b, side in zip(bases, rotated)),)
 
 
@@ -243,12 +243,12 @@ def _refresher(rotated: tuple[int, ...]) -> Callable[..., Any]:
 
 
 def _when(condition: jax.Array, change: Callable[..., Any], operands: Any, *others: Any) -> Any:
-    """Return ``change(*operands, *others)`` if the condition holds, and else the operands.
+    """Return ``change(*operands, *others)`` if the condition holds, and otherwise the operands.
 
-    Arrays leave the ``cond`` flat, for LAPACK's are in columns: else XLA would transpose all others at each step.
+    Arrays leave the ``cond`` flat, because LAPACK's are in columns: XLA would transpose all others at each step.
 
     ``vmap`` turns a ``cond`` with many conditions into a choice between both results, which costs both. Here it stays a
-    ``cond``, on whether any of them holds: as a rule, all models of a ``vmap`` are at the same step.
+    ``cond``, on whether any of them holds: usually, all models of a ``vmap`` are at the same step.
     """
     many = len(operands)
 

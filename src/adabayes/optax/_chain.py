@@ -1,4 +1,4 @@
-"""Packaging of an optimizer: its directions, then decoupled weight decay, then the learning rate."""
+"""Packages an optimizer: its directions, then decoupled weight decay, then the learning rate."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _decayed(updates: optax.Updates, params: optax.Params | None, weight_decay: 
 
 
 def _of_weights(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Restrict a transformation to weights: the updates of all else stay as they are."""
+    """Restrict a transformation to weights: other updates stay as they are."""
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[optax.Updates, Any]:
         changed, state = inner.update(updates, state, params)

@@ -23,12 +23,12 @@ def is_complex(leaf: Any) -> bool:
 
 
 def real_shape(leaf: Any) -> tuple[int, ...]:
-    """Return the shape of an array of weights; the two parts of a complex number are weights of their own."""
+    """Return the shape of an array of weights; the two parts of a complex number are separate weights."""
     return (2, *jnp.shape(leaf)) if is_complex(leaf) else jnp.shape(leaf)
 
 
 def wide_real(dtype: Any) -> Any:
-    """Return the precision in which to calculate: that of the parts of complex numbers, and fp32 at least."""
+    """Return the precision in which to compute: that of the parts of complex numbers, and at least fp32."""
     return jnp.finfo(_wide(dtype)).dtype  # type: ignore[no-untyped-call]
 
 
@@ -72,7 +72,7 @@ class Leaves:
 
     @staticmethod
     def of_weights(leaf: Callable[[Any], Any], params: optax.Params) -> optax.Updates:
-        """Return something for each leaf; a masked node for one that is no weight."""
+        """Return a result for each leaf; a masked node for one that is not a weight."""
         return jax.tree.map(lambda p: leaf(p) if is_weight(p) else optax.MaskedNode(), params)
 
     def update(
@@ -116,7 +116,7 @@ class Leaves:
         wide = wide_real(s.dtype)
 
         def taken(x: Any, kind: Any) -> jax.Array:
-            """Return numbers as ``leaf`` works with them."""
+            """Convert numbers to the form in which ``leaf`` works."""
             x = jnp.asarray(x, kind)
             return (real_view(x) if parts else x.real).astype(wide)
 
@@ -178,7 +178,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def _zero(gradient: Any) -> Any:
-    """Return the update of a leaf that is no weight. Nothing can be added to float0, the gradient of an integer."""
+    """Return the update of a leaf that is not a weight. float0, the gradient of an integer, permits no addition."""
     if gradient is None:
         return None
     dtype = jnp.result_type(gradient)

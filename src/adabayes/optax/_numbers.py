@@ -1,4 +1,4 @@
-"""Numbers that an optimizer is given: Python's, NumPy's, or arrays that JAX traces."""
+"""The numbers given to an optimizer: Python's, NumPy's, or arrays that JAX traces."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Rates(NamedTuple):
 class TwoRates:
     """``base_lr`` and ``lr_sgd``, each as given or by default.
 
-    The base of a learning rate that is a schedule or traced is its first value. That is known to ``init`` alone, so
-    the state keeps it; thus ``inject_hyperparams`` gives what a plain number gives.
+    The base of a learning rate that is a schedule or traced is its first value. Only ``init`` knows it, so the state
+    keeps it; thus ``inject_hyperparams`` gives the same result as a plain number.
     """
 
     def __init__(self, learning_rate: Rate, base_lr: Scalar | None, lr_sgd: Scalar | None, ratio: float) -> None:
@@ -46,14 +46,14 @@ class TwoRates:
             warn_if_swapped(self._base_lr, self._lr_sgd)
 
     def warn_if_closed(self, batch_size: Scalar | None) -> None:
-        """Warn if AdaBayes has hardly any room to be like Adam, as far as that is known."""
+        """Warn if AdaBayes is Adam-like for hardly any gradients, as far as that is known."""
         if is_known(self._base_lr) and is_known(batch_size):
             base_lr, lr_sgd = self.of(None)
             if is_known(lr_sgd):
                 warn_if_closed(base_lr, lr_sgd, batch_size)
 
     def initial(self) -> Rates:
-        """Return the rates with which a state begins."""
+        """Return the rates of a new state."""
         return Rates.of(*self.of(None))
 
     def of(self, kept: Scalar | None) -> tuple[Scalar, Scalar]:
@@ -80,7 +80,7 @@ class TwoRates:
 
 
 def is_known(value: Any) -> bool:
-    """Tell whether this is a number of Python; the value of a traced one cannot be known."""
+    """Tell whether this is a Python number; the value of a traced one is not known."""
     return isinstance(value, int | float)
 
 
@@ -99,7 +99,7 @@ def check(name: str, value: Any, low: float, high: float, *, above: bool = False
 
 
 def check_whole(name: str, value: Any) -> int:
-    """Return a number that decides about the program, and so cannot be traced: whole, and at least 1."""
+    """Check a number that the compiled program depends on, and that so cannot be traced: whole, and at least 1."""
     value = plain(value)
     if isinstance(value, jax.Array):
         raise TypeError(
@@ -112,7 +112,7 @@ def check_whole(name: str, value: Any) -> int:
 
 
 def caster(dtype: Any) -> Callable[[Scalar], Scalar]:
-    """Return a function that keeps numbers from widening arrays: Python's do not, traced ones would."""
+    """Return a function that keeps numbers from widening arrays, as traced numbers would and Python's do not."""
     return lambda value: value if is_known(value) else jnp.asarray(value, dtype)
 
 

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def regimes(state: Any, learning_rate: float | None = None) -> Regimes:
-    """Tell which weights move like SGD and which like Adam, from the state of an optimizer or of a chain that has one.
+    """Return which weights move like SGD and which like Adam, from the state of an optimizer or of a chain with one.
 
     Args:
         state: result of ``init`` or ``update``, of :func:`adabayes`, :func:`adabayes_fp`, :func:`adabayes_k` or
-            anything around them. Of :func:`adabayes_k`, they are those of eigendirections: a matrix has as many as
-            weights.
+            anything around them. For :func:`adabayes_k`, the regimes are those of eigendirections: a matrix has as
+            many of them as weights.
         learning_rate: its present value, for all weights. None: that of the filter, which is the base or, under
             ``dynamics="paper"``, that of the last step.
     """

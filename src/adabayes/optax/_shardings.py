@@ -1,4 +1,4 @@
-"""Arrays over several devices: where state is put that has another shape than its parameter."""
+"""Arrays over several devices: the place of state that has another shape than its parameter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WHOLE: Any = PartitionSpec()  # type: ignore[no-untyped-call]
 
 
 def beside(p: Any, x: jax.Array) -> jax.Array:
-    """Put a new array on all devices that a parameter is on, so that a jitted step finds it where it leaves it."""
+    """Put a new array on all devices of a parameter, which is where a jitted step leaves it."""
     if isinstance(p, jax.core.Tracer) or not isinstance(p, jax.Array):
         return x
     place: Any = p.sharding if p.committed else None

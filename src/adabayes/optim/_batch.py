@@ -1,4 +1,4 @@
-"""Arithmetic on many tensors at once: what an optimizer's mathematics is written in."""
+"""Arithmetic on many tensors at once, in which the mathematics of an optimizer is written."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Operand = Any  # a Batch, a number, a 0-dim tensor, or a vector that has a numbe
 
 
 class Batch:
-    """Tensors of one kind on which the same is done, with the names and the meaning that methods have in torch.
+    """Tensors of one kind that are computed with together, by methods with the names and the meaning of torch's.
 
     Methods with an underscore change the batch, others return a new one. To change it, the foreach form writes to the
-    tensors' memory, all of them in one call; the single-tensor form, which autograd may follow, puts new tensors in
-    the place of the old ones.
+    tensors' memory, all of them in one call; the single-tensor form, which autograd may follow, replaces the old
+    tensors by new ones.
     """
 
     def __init__(self, tensors: Sequence[Tensor], in_place: bool, indices: Sequence[int] = ()) -> None:
         self.tensors = list(tensors)
         self.in_place = in_place
-        self.indices = indices  # of gradients: which of the optimizer's parameters they belong to
+        self.indices = indices  # for gradients: indices of their parameters in the optimizer
 
     def lerp_(self, end: Operand, weight: Scalar) -> Batch:
-        """Go from here to ``end`` by this share of the way."""
+        """Move towards ``end`` by this share of the distance."""
         like = self.tensors[0]
         if isinstance(end, Tensor):
             end = end.to(like)
@@ -83,7 +83,7 @@ class Batch:
         return Batch([function(*row) for row in rows], self.in_place)
 
     def replace_(self, place: int, value: Tensor) -> None:
-        """Put other numbers in the place of one tensor's."""
+        """Replace the numbers of one tensor."""
         if self.in_place:
             self.tensors[place].copy_(value)
         else:
@@ -100,7 +100,7 @@ class Batch:
         return self._change("addcdiv", numerator, step.denominator, value=size)
 
     def may_be_zero(self, decide: bool) -> list[int]:
-        """Return which of the tensors may contain zeros (or nan): all of them, unless it can be told.
+        """Return which of the tensors may contain zeros (or nan): all of them, if that cannot be decided.
 
         Args:
             decide: whether the program may depend on numbers: a graph that is captured or compiled may not. On other
@@ -154,7 +154,7 @@ class Step(NamedTuple):
     numerator: Batch
     denominator: Batch | None = None
     size: Scalar = 1.0
-    after: Callable[[], Any] | None = None  # what is left to be done when the weights have moved
+    after: Callable[[], Any] | None = None  # what remains to be done when the weights have moved
 
     def quotient(self) -> Batch:
         """Return the step without its size."""

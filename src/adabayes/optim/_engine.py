@@ -1,9 +1,9 @@
-"""The engine: everything about a step but its mathematics.
+"""The engine: everything about a step except its mathematics.
 
-An optimizer declares the state of a parameter (``STATE``), works out the numbers of a step from the settings of a
-group (``numbers``), and says in which direction the weights move (``direction``). The engine collects parameters, makes
+An optimizer declares the state of a parameter (``STATE``), computes the numbers of a step from the settings of a group
+(``numbers``), and says in which direction the weights move (``direction``). The engine collects parameters, creates
 their state, groups tensors of one kind, and takes care of precision, complex numbers, weight decay, ascent, rounding
-and the form in which a step is computed. tests/test_engine.py has an optimizer of a few lines.
+and the form in which a step is computed. docs/adding.md writes an optimizer in a few lines.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ else:
 
 
 class EngineOptimizer(StatefulOptimizer):
-    """An optimizer that has all of torch's contract, once a subclass has said what it computes.
+    """An optimizer with all of torch's contract; a subclass says what it computes.
 
-    Each group keeps the learning rate it was made with as ``base_lr``, so that a schedule is known as the ratio
-    ``lr / base_lr``.
+    Each group keeps its original learning rate as ``base_lr``, so that the ratio ``lr / base_lr`` is the schedule.
     """
 
     BETAS: ClassVar[int] = 2
@@ -51,19 +50,19 @@ class EngineOptimizer(StatefulOptimizer):
     KERNEL: ClassVar[Kernel | None] = None  # if there is one
     IN_PLACE: ClassVar[bool] = False  # whether the single-tensor form, too, changes tensors in place
 
-    # What a subclass brings
+    # What a subclass defines
 
     def numbers(self, group: Group, lr: Scalar) -> Any:
-        """Return the numbers of a step, the same for all tensors of a group; None if there is nothing to be done."""
+        """Return the numbers of a step, the same for all tensors of a group; None if there is nothing to do."""
         raise NotImplementedError
 
     def direction(self, gradient: Batch, state: dict[str, Batch], c: Any, t: Scalar) -> Step:
         """Update the state and return the step.
 
         Args:
-            gradient: of tensors of one kind; not to be written to.
-            state: the entries of ``STATE`` by their names, in fp32 or float64, to be updated.
-            c: what :meth:`numbers` returned.
+            gradient: gradients of tensors of one kind; they must not be changed.
+            state: the entries of ``STATE`` by name, in fp32 or float64, to be updated.
+            c: the result of :meth:`numbers`.
             t: the step count, from 1; a vector with the count of each tensor while a graph is captured or compiled.
         """
         raise NotImplementedError
@@ -84,7 +83,7 @@ class EngineOptimizer(StatefulOptimizer):
         defaults["state_dtype"] = dtype_name(defaults["state_dtype"])
         self._fused = FusedSteps(self.KERNEL)
         self._check_group(defaults)
-        # A scheduler changes a tensor lr in place, that of the defaults included: so note its value now.
+        # A scheduler changes a tensor lr in place, that of the defaults included: so its value is stored now.
         defaults["base_lr"] = self._base_lr(defaults)
         super().__init__(params, defaults)
         self._fused.take_back()  # torch's constructor has accessed the state
@@ -95,7 +94,7 @@ class EngineOptimizer(StatefulOptimizer):
         super().add_param_group(param_group)
 
     def _complete_group(self, group: Group) -> None:
-        """Check a new group's settings and work out those that follow from others."""
+        """Check a new group's settings, and complete those that follow from others."""
         if "state_dtype" in group:
             group["state_dtype"] = dtype_name(group["state_dtype"])
         given = {**self.defaults, **group}
@@ -104,7 +103,7 @@ class EngineOptimizer(StatefulOptimizer):
             group["base_lr"] = self._base_lr(given)
 
     def _base_lr(self, group: Group) -> float:
-        """Return the learning rate without a schedule; where it starts at 0, Adam's usual one."""
+        """Return the learning rate without a schedule; if it starts at 0, Adam's usual one."""
         return as_float(group["lr"]) or USUAL_LR
 
     def _check_group(self, group: Group) -> None:
@@ -137,7 +136,7 @@ class EngineOptimizer(StatefulOptimizer):
         super().__setstate__(state)
 
     def _step_device(self, p: Tensor, group: Group) -> torch.device:
-        """As torch's fused optimizers: with the parameters, so that a GradScaler's verdict stays on the device."""
+        """Return the parameter's device, as in torch's fused optimizers, so that found_inf stays on the device."""
         fused = self.KERNEL is not None and group.get("fused")
         return p.device if fused else super()._step_device(p, group)
 
@@ -145,7 +144,7 @@ class EngineOptimizer(StatefulOptimizer):
 
     @property  # type: ignore[override]
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """As in torch. Code that has accessed it may change it at any time, so fused steps check it from then on."""
+        """The state, as in torch. Code that has accessed it may change it any time, so fused steps then check it."""
         state = own_state(self)
         self._fused.lend()
         return state
@@ -176,7 +175,7 @@ class EngineOptimizer(StatefulOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Tells GradScaler to leave unscaling to the step, and to say in ``found_inf`` whether to skip it."""
+        """Whether GradScaler leaves unscaling to the step, and says in ``found_inf`` whether to skip it."""
         return self.KERNEL is not None and all(group.get("fused") for group in self.param_groups)
 
     def _step_group(self, group: Group) -> None:
@@ -188,7 +187,7 @@ class EngineOptimizer(StatefulOptimizer):
         return [group] if group["params"] else []
 
     def _step_part(self, group: Group, part: Group) -> None:
-        """Take a step with torch's operations, for all tensors of one kind together or for one after the other."""
+        """Take a step with torch's operations, for all tensors of one kind together or one after the other."""
         params: list[Tensor] = []
         grads: list[Tensor] = []
         steps: list[Tensor] = []
@@ -247,7 +246,7 @@ class EngineOptimizer(StatefulOptimizer):
         weights.move_(step, sign)
         if step.after is not None:
             step.after()
-        # Of state, only the first entries are ever kept in bf16.
+        # Only the first entries of state are ever kept in bf16.
         for (name, batch), stream in zip({"param": weights, **state}.items(), ("param", *STATE_STREAMS, *states)):
             stored = targets if name == "param" else states[name]
             if not in_place or batch.tensors[0].dtype != stored[0].dtype:
@@ -297,7 +296,7 @@ def _count_(steps: list[Tensor]) -> None:
 
 
 def _runs(columns: list[Any]) -> list[list[list[Any]]]:
-    """Split parallel lists into runs that can be worked on together: of one device, one dtype and one step count."""
+    """Split parallel lists into runs that can be computed together: of one device, one dtype and one step count."""
     params, grads, clock, _, *states = columns
     graph = isinstance(clock[0], Tensor)
     kinds = [[p.device for p in params], *([x.dtype for x in column] for column in (params, grads, *states))]

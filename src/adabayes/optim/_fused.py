@@ -1,7 +1,7 @@
 """Fused steps: which optimizers and tensors a kernel serves, on which device, and the addresses that it works on.
 
-To check all that a kernel relies on, tensor by tensor, would take longer than the kernel itself on small tensors. So
-a plan is made once and kept while it holds: the same parameters at the same addresses, with the same layout.
+Checking all that a kernel relies on, tensor by tensor, would take longer than the kernel itself on small tensors. So
+a plan is made once and kept while it is valid: the same parameters at the same addresses, with the same layout.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class FusedSteps:
         self._looks = 0
 
     def take_back(self) -> None:
-        """Note that no other code has."""
+        """Note that no other code has references to the state."""
         self._lent = False
 
     def forget(self) -> None:
@@ -155,7 +155,7 @@ class FusedSteps:
         return True
 
     def _look(self, optimizer: EngineOptimizer) -> None:
-        """See whether other code has let go of the state: after 1, 2, 4, 8, ... steps, for to look costs a check."""
+        """See whether other code has released the state: after 1, 2, 4, 8, ... steps, because looking costs a check."""
         self._looks += 1
         if self._looks & (self._looks - 1) == 0 and len(self._plans) == len(optimizer.param_groups):
             outer = sys.getrefcount(optimizer.__dict__["state"]) <= 2  # in its place, and as an argument
@@ -182,7 +182,7 @@ class FusedSteps:
 
 
 class _LaunchOnCPU:
-    """Tensors of one kind, for the library: what :class:`adabayes.kernels.device.Launch` is for a GPU."""
+    """Tensors of one kind, for the CPU library, as :class:`adabayes.kernels.device.Launch` is for a GPU."""
 
     counts_on_host = False  # the kernel itself counts
 
@@ -237,8 +237,8 @@ class Backend(NamedTuple):
     unavailable: Callable[[], str | None]
     pairs: set[tuple[torch.dtype, torch.dtype]]  # of parameter and state
     launch: type[_LaunchOnCPU | device.Launch]
-    by_default: bool  # whether fused=None takes them
-    asynchronous: bool  # whether they run on their own, so that nothing should wait, and graphs can capture them
+    by_default: bool  # whether fused=None uses them
+    asynchronous: bool  # whether they run asynchronously, so that nothing should wait, and graphs can capture them
 
 
 BACKENDS = {
@@ -248,7 +248,7 @@ BACKENDS = {
 
 
 class _Part(NamedTuple):
-    """Tensors of a plan for which there is one kernel, and which of the plan's they are."""
+    """Tensors of a plan for which there is one kernel, and their places in the plan."""
 
     places: list[int]
     launch: _LaunchOnCPU | device.Launch
@@ -290,7 +290,7 @@ class _Plan:
             self._parts.append(_Part(places, launch))
 
     def holds(self, params: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]] | None) -> bool:
-        """Tell whether the plan is for these parameters, and they are where they were; so for their state, if given."""
+        """Tell whether the plan is for these parameters, and they have not moved; so for their state, if given."""
         return (
             len(params) == len(self._params)
             and all(map(is_, params, self._params))
@@ -316,7 +316,7 @@ class _Plan:
     def is_ours_alone(self) -> bool:
         """Tell whether only the optimizer and this plan have references to the state, directly or by a view.
 
-        Then nobody else can move or replace it. Each count includes the argument of the function that counts.
+        Then no other code can move or replace it. Each count includes the argument of the function that counts.
         """
         return (
             max(map(sys.getrefcount, self._states)) <= 3  # in the optimizer's state, in this plan
@@ -325,7 +325,7 @@ class _Plan:
         )
 
     def fitting(self, grads: list[Tensor]) -> list[Tensor]:
-        """Return gradients of the type and layout of their parameters; copies of those that are not."""
+        """Return gradients with the type and layout of their parameters; copies where they differ."""
         if self._gradient_guard is not None and self._gradient_guard.check(*grads):
             return grads
         fitting = [_fitting(local(g), p) for g, p in zip(grads, self._params)]
@@ -342,7 +342,7 @@ class _Plan:
         seed: int,
         round_params: bool,
     ) -> None:
-        """Take a step. The plan must hold, and the gradients must fit."""
+        """Take a step. The plan must be valid, and the gradients must fit."""
         addresses = list(map(_address, grads))
         if 0 in addresses:
             for g, address in zip(grads, addresses):
@@ -409,7 +409,7 @@ def _laid_out_alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _fitting(g: Tensor, p: Tensor) -> Tensor:
-    """Return a gradient of the type and layout of its parameter: itself, or a copy."""
+    """Return a gradient with the type and layout of its parameter: itself, or a copy."""
     if g.shape != p.shape:
         raise RuntimeError(
             f"a parameter of shape {tuple(p.shape)} has a gradient of shape {tuple(g.shape)}; was its data replaced "
@@ -424,7 +424,7 @@ def _fitting(g: Tensor, p: Tensor) -> Tensor:
 
 
 def _is_lazy(t: Tensor) -> bool:
-    """Tell whether the memory of a tensor does not hold its numbers: only their negatives, or nothing, for zeros."""
+    """Tell whether the memory of a tensor does not hold its numbers, but their negatives, or nothing for zeros."""
     return t.is_neg() or t.is_conj() or t._is_zerotensor()
 
 

@@ -33,7 +33,7 @@ def round_to_bf16(x: Tensor, like: Tensor, key: Bits, stream: str) -> Tensor:
 
 
 class Rounding(NamedTuple):
-    """How values are put where they belong: bf16 state is rounded stochastically, bf16 parameters if so wished."""
+    """How values are stored: bf16 state is rounded stochastically, and so are bf16 parameters on request."""
 
     seed: int
     params: bool
@@ -41,7 +41,7 @@ class Rounding(NamedTuple):
     def store(
         self, targets: Sequence[Tensor], values: Sequence[Tensor], stream: str, indices: Sequence[int], t: Scalar
     ) -> None:
-        """Store values, of the parameters with these indices, at step ``t`` (a number, or one for each)."""
+        """Store values for the parameters with these indices, at step ``t`` (a number, or one for each)."""
         if targets[0].dtype == torch.bfloat16 and (self.params or stream != "param"):
             count = len(targets)
             steps = t.to(torch.int64).expand(count).unbind() if isinstance(t, Tensor) else [int(t)] * count

@@ -21,9 +21,9 @@ class Entry(NamedTuple):
     """One entry of a parameter's state: zeros, until the first step.
 
     Args:
-        shape: of the entry, from the parameter's, where complex numbers count as pairs of reals. None: an entry like
-            the parameter itself.
-        low: whether it is kept in the group's ``state_dtype``; if not, it has at least fp32.
+        shape: function that returns the entry's shape from the parameter's, in which complex numbers count as pairs of
+            reals. None: the shape of the parameter itself.
+        low: whether it is kept in the group's ``state_dtype``; if not, it is at least fp32.
     """
 
     shape: Callable[[Sequence[int]], Sequence[int]] | None = None
@@ -67,7 +67,7 @@ class StatefulOptimizer(Optimizer):
     def _init_group(
         self, group: Group, params: list[Tensor], grads: list[Tensor], steps: list[Tensor], *entries: list[Tensor]
     ) -> bool:
-        """Collect what has a gradient, and make state where there is none yet; return whether any of it is complex.
+        """Collect parameters with a gradient, and create missing state; return whether any of them is complex.
 
         The name and the shape of the arguments matter: torch.compile runs this method instead of tracing it.
         """
@@ -108,13 +108,13 @@ class StatefulOptimizer(Optimizer):
         state.update(made)
 
     def _step_count(self, value: float, p: Tensor, group: Group) -> Tensor:
-        """Make a step count, with the dtype that torch's optimizers choose."""
+        """Create a step count, with the dtype that torch's optimizers choose."""
         double = torch.get_default_dtype() == torch.float64 and not group.get("fused")
         dtype = torch.float64 if double else torch.float32
         return torch.tensor(value, dtype=dtype, device=self._step_device(p, group))
 
     def _step_device(self, p: Tensor, group: Group) -> torch.device:
-        """Return where the step count of a parameter is.
+        """Return the device of a parameter's step count.
 
         On the CPU it costs no launch and no waiting; graphs can only capture one on the device.
         """
@@ -133,9 +133,9 @@ class StatefulOptimizer(Optimizer):
                     p_state["step"] = self._step_count(float(p_state["step"]), p, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned. Unlike torch's, this does not round fp32 state to bf16 or fp16."""
-        # Optimizer.load_state_dict casts state to the parameter's dtype. So remember the dict as the user's hooks
-        # leave it, and put the state back from there before their post hooks see it.
+        """Load the result of :meth:`state_dict`. Unlike torch's, this does not round fp32 state to bf16 or fp16."""
+        # Optimizer.load_state_dict casts state to the parameter's dtype. So this keeps the dict as the user's hooks
+        # leave it, and restores the state from there before their post hooks see it.
         loaded: dict[str, Any] = {}
 
         def remember(_: Optimizer, final: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ class StatefulOptimizer(Optimizer):
 
 
 def own_state(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """Return the state that this very object holds."""
+    """Return the state that this object itself holds."""
     state: dict[Tensor, dict[str, Any]] | None = optimizer.__dict__.get("state")
     if state is None:
         # Lightning's wrappers imitate the class of what they wrap: on this error, Python lets them look in there.
@@ -213,12 +213,12 @@ def dtype_name(dtype: Any) -> str | None:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the precision that state has at least: a change of one part in a thousand is lost in bf16."""
+    """Return the minimum precision of state: a change of one part in a thousand is lost in bf16."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _name_of(i: int, group: Group) -> str:
-    """Return how to call a parameter in a message: by its number and its name, if it has one."""
+    """Return the name of a parameter for a message: its number and, if it has one, its name."""
     if names := group.get("param_names"):
         return f"parameter {i} ({names[group['params'].index(i)]})"
     return f"parameter {i}"

@@ -1,4 +1,4 @@
-"""Small questions about tensors."""
+"""Small functions on tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def local(t: Tensor) -> Tensor:
 
 
 def real_view(t: Tensor) -> Tensor:
-    """View complex numbers as pairs of reals: each component is a weight of its own."""
+    """View complex numbers as pairs of reals: each component is a separate weight."""
     return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
@@ -39,7 +39,7 @@ def has_gaps(t: Tensor) -> bool:
 
 
 def check_memory(name: str, t: Tensor) -> None:
-    """Raise if there is less memory behind a tensor than its elements need."""
+    """Raise if a tensor has less memory than its elements need."""
     if not t.numel():
         return
     last = t.storage_offset() + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
@@ -52,7 +52,7 @@ def check_memory(name: str, t: Tensor) -> None:
 
 
 def may_be_freed(t: Tensor) -> bool:
-    """Tell, quickly, whether there may be less memory behind a tensor than torch's operations rely on."""
+    """Tell quickly whether a tensor may have less memory than torch's operations rely on."""
     return (
         t.is_cpu
         and t.untyped_storage().nbytes() < t.nbytes

@@ -1,4 +1,4 @@
-"""Optimizers with two learning rates: ``lr``, which is Adam's, and ``lr_sgd``, which goes with it."""
+"""Optimizers with two learning rates: ``lr``, which is Adam's, and ``lr_sgd``, which belongs to it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from adabayes.rates import RATIO, base_lr_of, lr_sgd_of, warn_if_papers, warn_if
 
 __all__ = ["TwoRateOptimizer", "unwrap"]
 
-# Of AdamW's groups, what means nothing here or is a matter of how to compute; all else is taken from them
+# Settings of AdamW that mean nothing here, or only say how to compute; all others are taken over
 _NOT_OURS = {"eps", "amsgrad", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 
 
 class TwoRateOptimizer(EngineOptimizer):
-    """Resolves ``lr_sgd`` of each group, tells what each weight gets, and goes on from AdamW's state."""
+    """Resolves ``lr_sgd`` of each group, returns the learning rate of each weight, and continues from AdamW's state."""
 
     RATIO: ClassVar[float] = RATIO  # lr_sgd / lr, where lr_sgd is not given
     ROTATES: ClassVar[bool] = False  # whether learning rates are those of directions, not of weights
@@ -39,7 +39,7 @@ class TwoRateOptimizer(EngineOptimizer):
         warn_if_papers(base_lr, weight_decay)
 
     def _default_lr_sgd(self, group: Group) -> float:
-        """Return ``lr_sgd`` of a group that does not state its own: in the defaults' ratio, or in the paper's."""
+        """Return ``lr_sgd`` of a group that does not give its own: in the defaults' ratio, or in that of the class."""
         base_lr = group.get("base_lr", self.defaults["base_lr"])
         return float(lr_sgd_of(base_lr, (self.defaults["base_lr"], self.defaults["lr_sgd"]), self.RATIO))
 
@@ -71,25 +71,25 @@ class TwoRateOptimizer(EngineOptimizer):
     # What each weight gets
 
     def current_rates(self, group: Group) -> tuple[float, float]:
-        """Return ``lr`` and ``lr_sgd`` of a group as the schedule has them now."""
+        """Return the present ``lr`` and ``lr_sgd`` of a group, under its schedule."""
         return as_float(group["lr"]), group["lr_sgd"] * self._schedule(group)
 
     def mean_factor(self, group: Group) -> float:
-        """Return what turns the gradients given into those of the mean loss, whose gains are learning rates."""
+        """Return the factor from the given gradients to those of the mean loss, whose gains are learning rates."""
         return 1 / group["batch_size"] if group["reduction"] == "sum" else 1.0
 
     @torch.no_grad()
     def effective_lr(self, param: Tensor) -> Tensor:
-        """Return the learning rate that each weight of ``param`` has now; ``lr_sgd`` where it has had no gradient yet.
+        """Return the present learning rate of each weight of ``param``; ``lr_sgd`` where it has had no gradient yet.
 
-        Of complex parameters, each component is a weight: they come as by ``torch.view_as_real``. For AdaBayesK, it is
-        that of each eigendirection, in the shape in which the matrix is rotated.
+        For complex parameters, each component is a weight, as in ``torch.view_as_real``. For AdaBayesK, it is the
+        learning rate of each eigendirection, in the shape in which the matrix is rotated.
         """
         return self.relative_gain(param) * self.current_rates(self._group_of(param))[1]
 
     @torch.no_grad()
     def relative_gain(self, param: Tensor) -> Tensor:
-        """Return the same in units of the present ``lr_sgd``: between 0 and 1, also where the schedule is at 0.
+        """Return :meth:`effective_lr` in units of the present ``lr_sgd``: from 0 to 1, also if the schedule is at 0.
 
         For AdaBayesK, it is that of each eigendirection.
         """
@@ -99,7 +99,7 @@ class TwoRateOptimizer(EngineOptimizer):
         return self._relative_gain(group, own_state(self)[param])
 
     def mean_square(self, param: Tensor) -> Tensor | None:
-        """Return the averaged squared gradient in each direction, if the optimizer keeps it, as of the mean loss."""
+        """Return the averaged squared gradient of the mean loss in each direction, if the optimizer keeps it."""
         return None
 
     def _relative_gain(self, group: Group, state: dict[str, Any]) -> Tensor:
@@ -120,13 +120,13 @@ class TwoRateOptimizer(EngineOptimizer):
 
     @torch.no_grad()
     def from_adamw(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Turn the state dict of a ``torch.optim.AdamW`` into one of this optimizer, to go on from there.
+        """Convert the state dict of a ``torch.optim.AdamW`` into one of this optimizer, to continue from there.
 
-        Make this optimizer with the groups and the learning rate that AdamW was made with: its peak, if there is a
-        schedule. What both have is AdamW's: the learning rate of now and all that its scheduler noted, weight decay,
-        momentum. What only this optimizer has is as it was made. The average of squared gradients is what AdaBayes-FP
-        needs; for AdaBayes, the gain is put at its fixed point. AMSGrad's maximum is left behind, and so is the penalty
-        of an Adam, which has no equivalent.
+        Create this optimizer with the groups and the learning rate that AdamW was created with: its peak, if there is a
+        schedule. Settings that both have are AdamW's: the present learning rate and what its scheduler stored, weight
+        decay, momentum. Settings that only this optimizer has stay as they are. The average of squared gradients is
+        what AdaBayes-FP needs; for AdaBayes, the gain is set to its fixed point. AMSGrad's maximum is dropped, and so
+        is the penalty of an Adam, which has no equivalent.
 
         Examples:
             >>> from adabayes import AdaBayes
@@ -174,7 +174,7 @@ class TwoRateOptimizer(EngineOptimizer):
         return {"state": states, "param_groups": groups}
 
     def _betas_from(self, adamw: tuple[float, ...], group: Group) -> tuple[float, ...]:
-        """Return the betas with which a group goes on from AdamW's."""
+        """Return the betas with which a group continues from AdamW's."""
         return adamw[: self.BETAS]
 
     def _check_loadable(self, state_dict: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ class TwoRateOptimizer(EngineOptimizer):
 
 
 def unwrap(optimizer: Any) -> TwoRateOptimizer:
-    """Return the optimizer itself, out of what accelerate (and so the Trainer) or Lightning has wrapped it in."""
+    """Return the optimizer itself, without the wrappers of accelerate (and so of the Trainer) or Lightning."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     if not isinstance(optimizer, TwoRateOptimizer):

@@ -72,16 +72,15 @@ class AdaBayes(TwoRateOptimizer):
 
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
-        lr: Adam's learning rate, and *the* learning rate: what scales it, a scheduler or a group with its own,
-            scales ``lr_sgd`` too. Made with 0, to be set later, it is taken as a schedule of ``lr_sgd / 100`` or, if
-            that is not given, of 1e-3.
+        lr: Adam's learning rate. A scheduler, or a group with its own ``lr``, scales ``lr_sgd`` with it. If it is 0, to
+            be set later, the base learning rate is ``lr_sgd / 100`` or, without ``lr_sgd``, 1e-3.
         lr_sgd: learning rate for weights with small gradients, in units of the averaged gradient. Coming from
-            ``torch.optim.SGD(lr, momentum)``, which sums instead, give ``lr / (1 - momentum)``. None: 100 ``lr``,
+            ``torch.optim.SGD(lr, momentum)``, which sums instead, give ``lr / (1 - momentum)``. None: ``100 * lr``,
             the paper's ratio.
-        batch_size: of one step, over all devices and accumulated gradients. It sets how fast the filter adapts
-            (in about ``lr_sgd / (batch_size * lr**2)`` steps), and gradients above ``1 / (batch_size * lr)`` get less
-            than Adam's learning rate. None, unknown: as if it were ``0.01 / lr``, which keeps that window open to
-            gradients of 100. So it matters; when in doubt, take AdaBayesFP, which needs none.
+        batch_size: number of examples in a step, over all devices and accumulated gradients. It sets how fast the
+            filter adapts (in about ``lr_sgd / (batch_size * lr**2)`` steps), and gradients above
+            ``1 / (batch_size * lr)`` get less than Adam's learning rate. None: unknown, taken as ``0.01 / lr``, which
+            keeps that window open to gradients of 100. When in doubt, take AdaBayesFP, which does not need it.
         beta1: decay of the averaged gradient (momentum).
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
             The paper's lambda = 5e-5 at lr = 1e-3 is 0.05.
@@ -89,17 +88,17 @@ class AdaBayes(TwoRateOptimizer):
             rates while a schedule scales the step, and starts each weight at the fixed point of its first gradient.
             ``"paper"`` is Algorithm 1 to the letter: Euler form, schedule inside the filter, start at ``lr_sgd``.
         reduction: ``"mean"`` or ``"sum"``: how the loss was reduced over the minibatch.
-        maximize: ascend instead of descending.
-        foreach: the form that works on all tensors at once. None: whenever it can and there is no kernel.
-        fused: a kernel, on CPU or GPU. None: that for the CPU, whenever it was built and can serve the parameters; that
-            for GPUs only if True, because it has not been run on one yet.
+        maximize: ascend instead of descend.
+        foreach: work on all tensors at once. None: whenever that is possible and there is no kernel.
+        fused: use a kernel. None: on the CPU, if it was built and supports the parameters. On a GPU only if True,
+            because that kernel has not been run on one yet.
         capturable: keep the step count on the device, for CUDA graphs.
         differentiable: let autograd follow the step. With respect to a tensor ``lr``, it follows the schedule's
             part in the step, at a base learning rate that is a constant.
         state_dtype: ``torch.bfloat16`` halves the state, to 4 bytes per weight, with stochastic rounding.
         stochastic_rounding: round bf16 parameters stochastically, so that steps and decay below half of their
             precision are not lost.
-        seed: of the rounding.
+        seed: seed of the rounding.
 
     Examples:
         >>> import torch
@@ -181,7 +180,7 @@ class AdaBayes(TwoRateOptimizer):
         if exact:  # the filter runs at the base rates, the schedule scales the step
             flow = ornstein_uhlenbeck(k, lr_sgd)
             rate, settled = schedule * to_mean, lr_sgd
-        else:  # the schedule is in the filter; it does not stop at lr = 0, but the weights shall
+        else:  # the schedule is in the filter, which goes on at lr = 0 while the weights stop
             k, lr_sgd = k * schedule, lr_sgd * schedule
             if not isinstance(k, Tensor) and k == 2:
                 k = math.nextafter(k, 0)  # where nothing is forgotten, so that the gain settles nowhere
@@ -236,7 +235,7 @@ class AdaBayes(TwoRateOptimizer):
 
 
 def _start_(gain: Batch, mean: Batch, gradient: Batch, c: _Numbers) -> list[tuple[int, Tensor]]:
-    """Start filters at their first gradient; return where weights still wait for one, which the paper's do not."""
+    """Start filters at their first gradient; return where weights still wait for one, as the paper's never do."""
     waiting = []
     for place in gain.may_be_zero(c.decide):
         now, g = gain.tensors[place], gradient.tensors[place]

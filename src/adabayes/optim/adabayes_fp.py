@@ -55,31 +55,30 @@ class AdaBayesFP(TwoRateOptimizer):
 
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
-        lr: Adam's learning rate, and *the* learning rate: what scales it, a scheduler or a group with its own,
-            scales ``lr_sgd`` too. Made with 0, to be set later, it is taken as a schedule of ``lr_sgd / 1e5`` or, if
-            that is not given, of 1e-3.
+        lr: Adam's learning rate. A scheduler, or a group with its own ``lr``, scales ``lr_sgd`` with it. If it is 0, to
+            be set later, the base learning rate is ``lr_sgd / 1e5`` or, without ``lr_sgd``, 1e-3.
         lr_sgd: learning rate for weights with small gradients, in units of the averaged gradient. Coming from
-            ``torch.optim.SGD(lr, momentum)``, which sums instead, give ``lr / (1 - momentum)``. None: 1e5 ``lr``,
-            which is AdamW but for the smallest gradients. The paper has 100 ``lr``.
+            ``torch.optim.SGD(lr, momentum)``, which sums instead, give ``lr / (1 - momentum)``. None:
+            ``1e5 * lr``, which is AdamW except for the smallest gradients. The paper has ``100 * lr``.
         betas: decay of the averaged gradient and of its averaged square.
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
         reduction: ``"mean"`` or ``"sum"``: how the loss was reduced over the minibatch.
-        batch_size: needed with ``reduction="sum"``; otherwise it has cancelled.
+        batch_size: needed with ``reduction="sum"``; otherwise it cancels.
         cautious: move only weights whose averaged gradient has the sign of the newest one. Steps are shorter then: the
             best ``lr`` is about twice as high.
-        centred: average the squares of what the average did not foresee, :math:`(g_t - m_{t-1})^2`, in place of
-            :math:`g_t^2`. It vanishes, and with it the bound on the step, where gradients have no noise: not for
-            full batches.
-        maximize: ascend instead of descending.
-        foreach: the form that works on all tensors at once. None: whenever it can and there is no kernel.
-        fused: a kernel, on CPU or GPU. None: that for the CPU, whenever it was built and can serve the parameters; that
-            for GPUs only if True, because it has not been run on one yet.
+        centred: average the squares of what the average did not predict, :math:`(g_t - m_{t-1})^2`, in place of
+            :math:`g_t^2`. It vanishes where gradients have no noise, and with it the bound on the step: do not use it
+            with full batches.
+        maximize: ascend instead of descend.
+        foreach: work on all tensors at once. None: whenever that is possible and there is no kernel.
+        fused: use a kernel. None: on the CPU, if it was built and supports the parameters. On a GPU only if True,
+            because that kernel has not been run on one yet.
         capturable: keep the step count on the device, for CUDA graphs.
         differentiable: let autograd follow the step.
         state_dtype: ``torch.bfloat16`` halves the state, to 4 bytes per weight, with stochastic rounding.
         stochastic_rounding: round bf16 parameters stochastically, so that steps and decay below half of their
             precision are not lost.
-        seed: of the rounding.
+        seed: seed of the rounding.
 
     Examples:
         >>> import torch
@@ -167,7 +166,7 @@ class AdaBayesFP(TwoRateOptimizer):
 
     @torch.no_grad()
     def mean_square(self, param: Tensor) -> Tensor:
-        """Return the averaged squared gradient of each weight, as of the mean loss."""
+        """Return the averaged squared gradient of each weight, of the mean loss."""
         group, state = self._group_of(param), own_state(self)[param]
         average: Tensor = real_view(state["exp_avg_sq"]) / (1 - group["betas"][1] ** as_float(state["step"]))
         return average * self.mean_factor(group) ** 2

@@ -45,25 +45,25 @@ class AdaBound(EngineOptimizer):
         \theta_t &= \theta_{t-1} - \eta_t \, m_t
         \end{aligned}
 
-    The arithmetic is that of the authors' package ``adabound``, which AMSBound's missing bias correction of the
-    maximum is part of. What a schedule does to ``lr`` it does to ``final_lr`` too.
+    The arithmetic is that of the authors' package ``adabound``, in which AMSBound's maximum has no bias correction. A
+    schedule scales ``final_lr`` with ``lr``.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
         lr: Adam's learning rate.
         betas: decay of the averaged gradient and of its averaged square.
         final_lr: SGD's learning rate, on which the bounds close in.
-        gamma: how fast they do; 0 is Adam.
+        gamma: how fast they close in; 0 is Adam.
         eps: added to the denominator.
         weight_decay: coupled: ``weight_decay * weight`` is added to the gradient (an L2 penalty).
         amsbound: divide by the largest ``v`` so far.
-        maximize: ascend instead of descending.
-        foreach: the form that works on all tensors at once. None: whenever it can.
+        maximize: ascend instead of descend.
+        foreach: work on all tensors at once. None: whenever that is possible.
         capturable: keep the step count on the device, for CUDA graphs.
         differentiable: let autograd follow the step.
         state_dtype: ``torch.bfloat16`` halves the state, with stochastic rounding.
         stochastic_rounding: round bf16 parameters stochastically, so that small steps are not lost.
-        seed: of the rounding.
+        seed: seed of the rounding.
 
     Examples:
         >>> import torch
@@ -126,7 +126,7 @@ class AdaBound(EngineOptimizer):
         return Step(rates.mul_(mean))
 
     def numbers(self, group: Group, lr: Scalar) -> _Numbers:
-        final_lr = group["final_lr"] * lr / group["base_lr"]  # goes with the schedule
+        final_lr = group["final_lr"] * lr / group["base_lr"]  # follows the schedule
         beta1, beta2 = group["betas"]
         return _Numbers(lr, final_lr, group["gamma"], beta1, beta2, group["eps"])
 

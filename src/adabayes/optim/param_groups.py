@@ -1,4 +1,4 @@
-"""Parameter groups as most training code wants them."""
+"""Parameter groups for weight decay."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ __all__ = ["param_groups"]
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups for any optimizer of torch: what decays, and what does not.
+    """Return two groups for any optimizer of torch: parameters that decay, and parameters that do not.
 
-    Matrices, convolutions and embeddings decay; biases, the weights of norms and whatever has fewer than two dimensions
-    do not. Frozen parameters are left out, tied ones counted once. Names come along, for tables and checkpoints.
+    Matrices, convolutions and embeddings decay; biases, the weights of norms and everything with fewer than two
+    dimensions do not. Frozen parameters are left out, tied ones counted once. Names are kept, for tables and
+    checkpoints.
 
     Examples:
         >>> from adabayes import AdaBayes

@@ -1,0 +1,77 @@
+"""For the Trainer of transformers: an optimizer from its arguments, and regimes in its logs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise ImportError("this module needs transformers: pip install '.[hf]' in the folder of AdaBayes") from error
+
+from adabayes.diagnostics import regimes
+from adabayes.optim import AdaBayes, AdaBayesK
+from adabayes.optim._two_rates import unwrap
+
+__all__ = ["RegimesCallback", "global_batch_size", "optimizer_cls_and_kwargs"]
+
+
+def optimizer_cls_and_kwargs(
+    args: TrainingArguments, cls: type[torch.optim.Optimizer] = AdaBayesK, **options: Any
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return what the Trainer's argument of the same name takes, with the settings of ``args``.
+
+    ``lr`` is ``learning_rate``. AdaBayes gets ``batch_size`` as well: see :func:`global_batch_size`. The Trainer itself
+    makes a group that decays, by ``weight_decay``, and one of biases and norms that does not. The betas of
+    ``args`` are not used, because their defaults are AdamW's.
+
+    Args:
+        args: the arguments that the Trainer gets.
+        cls: the optimizer.
+        options: further arguments of the optimizer. They override what ``args`` says.
+
+    Examples:
+        >>> args = TrainingArguments("out", learning_rate=1e-3, use_cpu=True)
+        >>> optimizer_cls_and_kwargs(args, lr_sgd=1.0)
+        (<class 'adabayes.optim.adabayes_k.AdaBayesK'>, {'lr': 0.001, 'lr_sgd': 1.0})
+    """
+    settings: dict[str, Any] = {"lr": args.learning_rate}
+    if issubclass(cls, AdaBayes):
+        settings["batch_size"] = global_batch_size(args)
+    return cls, settings | options
+
+
+def global_batch_size(args: TrainingArguments) -> int:
+    """Return the number of examples in a step: per device, times devices, times accumulated minibatches.
+
+    Processes that share a minibatch, as in tensor parallelism, count once.
+    """
+    layout = getattr(args, "parallelism_config", None)
+    processes = args.world_size // (layout.non_data_parallel_size if layout else 1)
+    return int(args.train_batch_size * args.gradient_accumulation_steps * processes)
+
+
+class RegimesCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Logs regimes at every ``logging_steps``, to wherever the Trainer reports: W&B, MLflow, TensorBoard.
+
+    Args:
+        trainer: add the callback to it by ``trainer.add_callback(RegimesCallback(trainer))``.
+        tensors: log each parameter tensor too, not only the total.
+    """
+
+    def __init__(self, trainer: Trainer, tensors: bool = False) -> None:
+        self._trainer = trainer
+        self._tensors = tensors
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
+        """Refuse optimizers that have no regimes."""
+        unwrap(now["optimizer"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
+        """Log, if the Trainer is about to log."""
+        optimizer = unwrap(now["optimizer"])
+        if control.should_log and state.is_world_process_zero and optimizer.state:
+            self._trainer.log(regimes(optimizer, now["model"]).scalars(tensors=self._tensors))
+            control.should_log = True  # logging clears it, and the Trainer's own log is still to come

@@ -1,0 +1,49 @@
+"""For the Trainer of Lightning: regimes in its logs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise ImportError("this module needs lightning: pip install '.[lightning]' in the folder of AdaBayes") from error
+
+from adabayes.diagnostics import regimes
+from adabayes.optim._two_rates import unwrap
+
+__all__ = ["RegimesCallback"]
+
+
+class RegimesCallback(Callback):
+    """Logs regimes every ``log_every_n_steps`` of the Trainer, to all of its loggers.
+
+    Of several optimizers, each has its place in the names: ``regimes/0/sgd_like``, ``regimes/1/sgd_like``.
+
+    Args:
+        tensors: log each parameter tensor too, not only the total.
+    """
+
+    def __init__(self, tensors: bool = False) -> None:
+        self._tensors = tensors
+        self._logged = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse optimizers that have no regimes."""
+        for optimizer in trainer.optimizers:
+            unwrap(optimizer)
+        self._logged = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Log, if this minibatch has ended a step that is to be logged."""
+        step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if step == self._logged or not every or step % every:
+            return
+        self._logged = step
+        several = len(trainer.optimizers) > 1
+        for i, optimizer in enumerate(map(unwrap, trainer.optimizers)):
+            if trainer.loggers and optimizer.state:
+                found = regimes(optimizer, pl_module)
+                scalars = found.scalars(f"regimes/{i}" if several else "regimes", tensors=self._tensors)
+                for logger in trainer.loggers:
+                    logger.log_metrics(scalars, step=step)
