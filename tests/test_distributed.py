@@ -65,8 +65,9 @@ CASES += [*(f"{name}-accumulated" for name in worker.OPTIMIZERS), "adabayes-zero
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", CASES)
 def test_many_processes_train_as_one_does(out: Path, world: int, case: str) -> None:
-    alone = weights(out, world, f"{case.split('-')[0]}-alone")
-    start = dict(worker.network().named_parameters())
+    name = case.split("-")[0]
+    alone = weights(out, world, f"{name}-alone")
+    start = dict(worker.network(worker.OPTIMIZERS[name]).named_parameters())
     assert max((alone[name] - p).abs().max() for name, p in start.items()) > 0.01  # something has moved
     assert_close(weights(out, world, case), alone)
 
@@ -78,13 +79,13 @@ def test_mixed_precision_of_fsdp2_has_state_in_fp32(out: Path, world: int, name:
     assert_close(weights(out, world, f"{name}-mixed"), weights(out, world, f"{name}-alone"), 0.02)
 
 
-@pytest.mark.parametrize("name", ["adabayes", "fp"])
+@pytest.mark.parametrize("name", ["adabayes", "fp", "k"])
 def test_checkpoints_go_from_any_number_of_processes_to_any_other(out: Path, name: str) -> None:
     """Two steps on two processes, two on four, one on one, and the last on two again: as one without a break."""
     assert_close(weights(out, 2, f"{name}-two-again"), weights(out, 2, f"{name}-alone"))
 
 
-@pytest.mark.parametrize("name", ["adabayes", "fp"])
+@pytest.mark.parametrize("name", ["adabayes", "fp", "k"])
 def test_checkpoints_keep_the_dtype_of_the_state(out: Path, name: str) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
