@@ -6,8 +6,6 @@ than to train. Weights are float64 and equal those of one process within 1e-12: 
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,23 +13,16 @@ import torch
 from torch import Tensor
 
 from tests import distributed_worker as worker
+from tests.torchrun import torchrun
 
 WORLDS = (2, 4)
-
-
-def run(world: int, out: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    done = subprocess.run(
-        [*command, worker.__file__, str(out)], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("distributed")
     for world in (2, 4, 1, 2):
-        run(world, out)
+        torchrun(world, worker.__file__, out)
     return out
 
 
