@@ -109,8 +109,9 @@ def attempt(
 ) -> Outcome:
     """Do one run. What goes wrong is noted in its folder, and is no reason to stop others."""
     try:
-        if result := folder.read("result.json"):
-            folder.tidy()
+        if result := ranks.agreed(lambda: folder.read("result.json")):
+            if ranks.is_first:
+                folder.tidy()
             return Outcome(spec, result["status"], is_new=False)
         status = training.train(
             spec,

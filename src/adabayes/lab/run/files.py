@@ -15,7 +15,7 @@ from pathlib import Path
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["DiskFull", "append", "remove_leftovers", "room_for", "write_atomically"]
+__all__ = ["DiskFull", "append", "remove_leftovers", "room_for", "sync_folder", "write_atomically"]
 
 _TEMPORARY = re.compile(r".+\.[0-9a-f]+\.tmp")  # a token; before there were tokens, the number of a process
 _BINARY = getattr(os, "O_BINARY", 0)
@@ -31,7 +31,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     with room_for(path):
         while not _replace(path, content):
             pass  # its temporary file was taken for a dead process's, in an instant in which it was not locked
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
 def append(path: Path, lines: bytes) -> None:
@@ -120,7 +120,8 @@ def _write_all(descriptor: int, content: bytes) -> None:
     os.fsync(descriptor)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Have the names of a folder's files survive a loss of power, too."""
     if os.name == "posix":
         folder = os.open(path, os.O_RDONLY)
         try:

@@ -88,7 +88,7 @@ def train(
     asked to stop.
     """
     with folder.lock() if ranks.is_first else nullcontext():
-        if result := folder.read("result.json"):
+        if result := ranks.agreed(lambda: folder.read("result.json")):
             return str(result["status"])
         if ranks.is_first:
             folder.remove("failed.json")
@@ -183,7 +183,7 @@ class _Run:
         self.at = _Position()
         self.test_error: float | None = None
         self._saved = self._reported = time.monotonic()
-        if (saved := folder.load()) is not None:
+        if (saved := ranks.restore(folder, self.model, self.optimizer)) is not None:
             ranks.load(self.model, saved["model"])
             of = saved["optimizer"]
             self.trainer.load({**of, "state_dict": ranks.scattered(of["state_dict"], self.optimizer)})
@@ -205,14 +205,14 @@ class _Run:
         result: dict[str, Any] = {"status": status, "epoch": min(self.at.epoch, math.ceil(self.total / self.steps) - 1)}
         if self.spec.test_at_end and status == "done":
             result["test_loss"], result["test_error"] = self._test(self.whole.to(self.device))
-        weights = self.ranks.gathered(dict(self.model.state_dict()))
+        weights = self.ranks.whole_weights(self.model)
         if self.ranks.is_first:
             self.folder.finish(weights, result)
         self.ranks.wait()
         return status
 
     def _run(self) -> str:
-        for row in self.folder.metrics()[: self.at.epoch]:
+        for row in self.ranks.agreed(lambda: self.folder.metrics()[: self.at.epoch]):
             self.test_error = row["test_error"]
             if self.watch.is_hopeless(row):
                 return "pruned"
@@ -444,11 +444,13 @@ class _Run:
             norm.momentum = momentum
 
     def _save(self) -> None:
-        tree = self.ranks.gathered({"model": dict(self.model.state_dict()), "optimizer": self.trainer.state()})
-        tree["position"] = asdict(self.at)
-        tree["observer"] = self.observer.state_dict() if self.observer else None
-        if self.ranks.is_first:
-            self.folder.save(self.at.epoch * self.steps + self.at.step, tree)
+        tree = {
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.trainer.state(),
+            "position": asdict(self.at),
+            "observer": self.observer.state_dict() if self.observer else None,
+        }
+        self.ranks.save(self.folder, self.at.epoch * self.steps + self.at.step, tree)
         self._saved = time.monotonic()
 
     def _report(self) -> None:
@@ -476,7 +478,9 @@ def make(
     if spec.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model = ranks.place(model)
-    return model, optimizers.make(spec, model)
+    optimizer = optimizers.make(spec, model)
+    ranks.prepare(optimizer)
+    return model, optimizer
 
 
 def _rounded(values: Tensor) -> list[float]:
