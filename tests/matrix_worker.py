@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from adabayes import AdaBayesK
+from adabayes.diagnostics import matrix_memory_plan
 from adabayes.optim import _sharded
 from tests.distributed_worker import OPTIMIZERS, STEPS, full, network, train
 
@@ -137,6 +138,28 @@ def shards_of_whole_rows_of_blocks_are_not_sent() -> None:
         with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as send:
             optimizer.step()
         assert send.call_count == (2 if sends else 0)
+
+
+def the_plan_is_what_is_measured() -> None:
+    """Bytes of state, and bytes that a step sends, of the process that has most of them."""
+    pair = Pair(mesh(), [Shard(0)], block_size=4)
+    pair.train(1)
+    here = {"state": 0, "sent": 0}
+    for state in pair.optimizers[1].state.values():
+        here["state"] += sum(entry.to_local().nbytes for name, entry in state.items() if name != "step")
+    exchange = dist.all_to_all_single
+
+    def counting(come: Tensor, units: Tensor, received: list[int], sent: list[int], **options: Any) -> Any:
+        to_others = sum(sent) - sent[dist.get_rank()]
+        here["sent"] += to_others * units.shape[1] * units.itemsize
+        return exchange(come, units, received, sent, **options)
+
+    with patch.object(dist, "all_to_all_single", counting):
+        pair.train(1)
+    plan = matrix_memory_plan(SHAPES, 4, devices=dist.get_world_size(), refresh=2, param_dtype=torch.float64)
+    most = torch.tensor(list(here.values()))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    assert most.tolist() == [plan.state, plan.sent]
 
 
 def older_versions_of_torch_train_as_whole() -> None:
@@ -297,6 +320,7 @@ def cases(world: int) -> dict[str, Callable[[], None]]:
         factors_have_one_owner_each,
         work_is_balanced,
         shards_of_whole_rows_of_blocks_are_not_sent,
+        the_plan_is_what_is_measured,
         older_versions_of_torch_train_as_whole,
         whole_state_can_be_loaded_into_shards,
         full_state_dicts_go_to_one_process_and_back,

@@ -27,7 +27,7 @@ from adabayes.eigenbasis import Blocks
 from adabayes.optim._batch import Batch, Step
 from adabayes.optim._tensors import local, real_view
 
-__all__ = ["Exchange", "Owners", "first_owners", "is_sharded", "mesh_of", "shard_like"]
+__all__ = ["Exchange", "Owners", "first_owners", "is_sharded", "mesh_of", "owned", "shard_like", "work_of"]
 
 _MESHES = 8  # at most so many different first owners: each needs a process group of its own
 
@@ -90,6 +90,11 @@ def first_owners(costs: Sequence[int], numbers: Sequence[int], loads: list[int])
     return firsts
 
 
+def work_of(blocks: Blocks) -> int:
+    """Return the work of a step with a block, in proportion: m³ + n³ if it is square, and has two sides to rotate."""
+    return blocks.m * blocks.n * sum(blocks.size(side) for side in blocks.sides)
+
+
 def _runs(number: int, world: int) -> list[int]:
     """Return how many blocks each owner has, in DTensor's way to shard them."""
     each = -(-number // world)
@@ -98,7 +103,7 @@ def _runs(number: int, world: int) -> list[int]:
 
 def _keeps_order() -> bool:
     """Tell whether this version of torch can make process groups in an order of their own (2.12 can)."""
-    return "sort_ranks" in inspect.signature(dist.new_group).parameters
+    return dist.is_available() and "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
 class Owners:
@@ -119,7 +124,7 @@ class Owners:
                 new.setdefault(_ranks(p), []).append((p, blocks))
         for ranks, chosen in new.items():
             loads = self._loads.setdefault(ranks, [0] * len(ranks))
-            costs, numbers = [blocks.cost for _, blocks in chosen], [blocks.number for _, blocks in chosen]
+            costs, numbers = [work_of(blocks) for _, blocks in chosen], [blocks.number for _, blocks in chosen]
             self._firsts.update(zip((p for p, _ in chosen), first_owners(costs, numbers, loads)))
 
     def zeros(self, p: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -196,7 +201,7 @@ class Owners:
 
     def _own(self, p: Any, number: int) -> tuple[int, int]:
         ranks = _ranks(p)
-        return _own_blocks(number, len(ranks), self._firsts[p], ranks.index(dist.get_rank()))
+        return owned(number, len(ranks), self._firsts[p], ranks.index(dist.get_rank()))
 
 
 def _ranks(p: Any) -> tuple[int, ...]:
@@ -204,7 +209,7 @@ def _ranks(p: Any) -> tuple[int, ...]:
     return tuple(sorted(p.device_mesh.mesh.flatten().tolist()))
 
 
-def _own_blocks(number: int, world: int, first: int, place: int) -> tuple[int, int]:
+def owned(number: int, world: int, first: int, place: int) -> tuple[int, int]:
     """Return the first and the end of the blocks that the process at a place owns."""
     each = -(-number // world)
     begin = min(each * ((place - first) % world), number)
@@ -241,7 +246,7 @@ class _Matrix:
         return math.gcd(self.blocks.n, *(int(ids[0]) for ids in starts if len(ids)))
 
     def own(self, place: int) -> tuple[int, int]:
-        return _own_blocks(self.blocks.number, len(self.boxes), self.first, place)
+        return owned(self.blocks.number, len(self.boxes), self.first, place)
 
     def width(self, place: int, unit: int) -> int:
         """Return how many columns of a shard are sent: up to whole blocks."""
