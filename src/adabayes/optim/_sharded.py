@@ -102,7 +102,7 @@ def _runs(number: int, world: int) -> list[int]:
 
 
 def _keeps_order() -> bool:
-    """Tell whether this version of torch can make process groups in an order of their own (2.12 can)."""
+    """Tell whether this version of torch can make process groups in an order of their own (2.13 can)."""
     return dist.is_available() and "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
