@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from torch import nn
 
 from adabayes.lab.run import shards
 from adabayes.lab.run.distributed import _Several
+from adabayes.lab.run.files import DiskFull
 from adabayes.lab.run.folder import RunFolder, save_tree
 
 
@@ -93,6 +96,20 @@ def test_an_error_of_a_file_is_raised_as_it_is(folder: RunFolder) -> None:
     (path / "__0_0.distcp").mkdir(parents=True)
     with pytest.raises(IsADirectoryError):
         shards.write(path, {"0": torch.ones(2)}, rank=0)
+
+
+def test_a_full_disk_is_a_clear_error(folder: RunFolder) -> None:
+    """The system refuses to write files above a size that the shards exceed, as it would on a full disk."""
+    save(folder, 1)
+    handler, limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+    try:
+        with pytest.raises(DiskFull, match=r"no room to write .*\.shards.*Nothing is lost"):
+            shards.write(folder.new_shards(2), {"0": torch.ones(100_000)}, rank=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert loaded(folder) == 1
 
 
 # Two processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import time
 import warnings
@@ -90,6 +91,8 @@ def _plain_errors() -> Iterator[None]:
         cause, _ = next(iter(error.failures.values()))
         if isinstance(cause, OSError):
             raise cause from error
+        if "inline_container" in str(cause):  # torch's writer, which does not say why it could not write
+            raise OSError(errno.ENOSPC, "torch could not write all of a file") from error
         raise ValueError(f"{type(cause).__name__}: {cause}") from error
 
 
