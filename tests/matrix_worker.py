@@ -270,8 +270,10 @@ def refreshes_are_shared_out() -> None:
     weights, counts = [], []
     for process_group in (None, group):
         net = DistributedDataParallel(network(make))
+        optimizer = make(net.parameters(), process_group=process_group)
+        optimizer.load_state_dict(optimizer.state_dict())  # which changes nothing
         with counted() as count:
-            train(net, make(net.parameters(), process_group=process_group))
+            train(net, optimizer)
         weights.append(list(net.parameters()))
         counts.append(count)
     for p, q in zip(*weights):

@@ -110,17 +110,22 @@ class Owners:
     """The owners of an optimizer's sharded matrices, and the process groups in which they exchange their shards."""
 
     def __init__(self) -> None:
-        self._firsts: dict[Tensor, int] = {}
+        self._firsts: dict[Tensor, int | None] = {}  # None: a vector, which is sharded as it is
         self._loads: dict[tuple[int, ...], list[int]] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         self._meshes: dict[tuple[Any, ...], Any] = {}
         self._exchanges: dict[Any, Exchange] = {}
 
-    def appoint(self, matrices: Sequence[tuple[Tensor, Blocks]]) -> None:
+    def __contains__(self, p: Tensor) -> bool:
+        return p in self._firsts
+
+    def appoint(self, params: Sequence[tuple[Tensor, Blocks | None]]) -> None:
         """Choose the owners of matrices that have none yet. All processes must do so in the same order."""
         new: dict[tuple[int, ...], list[tuple[Tensor, Blocks]]] = {}
-        for p, blocks in matrices:
-            if p not in self._firsts:
+        for p, blocks in params:
+            if blocks is None:
+                self._firsts[p] = None
+            elif p not in self._firsts:
                 new.setdefault(_ranks(p), []).append((p, blocks))
         for ranks, chosen in new.items():
             loads = self._loads.setdefault(ranks, [0] * len(ranks))
@@ -133,12 +138,13 @@ class Owners:
 
         stride = torch.empty(shape, device="meta").stride()
         mesh: Any
-        if p in self._firsts:
-            mesh, placements = self.mesh(p), [Shard(0)]
-            own = self._own(p, shape[0])
-            here: Sequence[int] = (own[1] - own[0], *shape[1:])
+        first = self._firsts[p]
+        if first is None:
+            mesh, placements, here = p.device_mesh, p.placements, tuple(real_view(local(p)).shape)
         else:
-            mesh, placements, here = p.device_mesh, p.placements, real_view(local(p)).shape
+            mesh, placements, ranks = self.mesh(p), [Shard(0)], _ranks(p)
+            begin, end = owned(shape[0], len(ranks), first, ranks.index(dist.get_rank()))
+            here = (end - begin, *shape[1:])
         zeros = torch.zeros(here, dtype=dtype, device=p.device)
         return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
@@ -147,7 +153,7 @@ class Owners:
         from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
         mesh: Any
-        mesh, placements = (self.mesh(p), (Shard(0),)) if p in self._firsts else (p.device_mesh, p.placements)
+        mesh, placements = (p.device_mesh, p.placements) if self._firsts[p] is None else (self.mesh(p), (Shard(0),))
         if isinstance(value, DTensor):
             if value.device_mesh == mesh and tuple(value.placements) == tuple(placements):
                 return value
@@ -160,6 +166,7 @@ class Owners:
         from torch.distributed.device_mesh import DeviceMesh
 
         ranks, first = _ranks(p), self._firsts[p]
+        assert first is not None
         key = (p.device_mesh.device_type, ranks, first)
         if key not in self._meshes:
             group = self.group(p)
@@ -185,7 +192,7 @@ class Owners:
         """Return how these matrices of one mesh, whose blocks are of one shape, exchange their shards."""
         key = (tuple(params), tuple(blocks))
         if key not in self._exchanges:
-            matrices = [_Matrix(p, b, self._firsts[p]) for p, b in zip(params, blocks)]
+            matrices = [_Matrix(p, b, self._firsts[p] or 0) for p, b in zip(params, blocks)]
             self._exchanges[key] = Exchange(matrices, self.group(params[0]), params[0].device)
         return self._exchanges[key]
 
@@ -198,10 +205,6 @@ class Owners:
         share = lengths[:, 0] / lengths[:, 1].clamp_min(torch.finfo(lengths.dtype).tiny)
         scaled = [k / s for k, s in zip(kept, share.clamp_min(0.1).unbind())]
         return step._replace(numerator=Batch(scaled, True), denominator=None)
-
-    def _own(self, p: Any, number: int) -> tuple[int, int]:
-        ranks = _ranks(p)
-        return owned(number, len(ranks), self._firsts[p], ranks.index(dist.get_rank()))
 
 
 def _ranks(p: Any) -> tuple[int, ...]:
@@ -337,7 +340,6 @@ class Exchange:
             [len(every) for every, _ in come],
             owners.bincount(minlength=world).tolist(),
         )
-        self.sent = self._count(self._there), self._count(self._back)
 
     def to_blocks(self, shards: Sequence[Tensor]) -> Tensor:
         """Send shards to the owners of their blocks; return the blocks that this process owns."""
@@ -399,7 +401,3 @@ class Exchange:
     def _sends(self, place: int, owner: int) -> Tensor:
         """Tell for each matrix whether a process, and not one of its replicas, sends its shard to an owner."""
         return torch.tensor([matrix.replicas[place] == matrix.replicas[owner] for matrix in self._matrices])
-
-    def _count(self, route: _Route) -> int:
-        """Return how many numbers this process sends to others."""
-        return self._unit * (sum(route.sent) - route.sent[self._here])

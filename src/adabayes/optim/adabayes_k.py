@@ -298,10 +298,12 @@ class AdaBayesK(AdaBayesFP):
                 slots[place] = slot
         self._slots = key, slots
 
-    def _appoint_owners(self) -> None:
-        """Have an owner for each block of the matrices that are sharded."""
-        params = [(p, _blocks(p, group)) for group in self.param_groups for p in group["params"] if is_sharded(p)]
-        self._owners.appoint([(p, blocks) for p, blocks in params if blocks])
+    def _owners_for(self, p: Tensor) -> Owners:
+        """Return the owners of all matrices that are sharded, chosen together when the first of them is needed."""
+        if p not in self._owners:
+            params = [(p, _blocks(p, group)) for group in self.param_groups for p in group["params"] if is_sharded(p)]
+            self._owners.appoint(params)
+        return self._owners
 
     def _here(
         self, indices: list[int], params: list[Tensor], grads: list[Tensor], entries: dict[str, list[Tensor]]
@@ -322,19 +324,15 @@ class AdaBayesK(AdaBayesFP):
         return _entries_of(_blocks(p, group))
 
     def _zeros(self, p: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if not is_sharded(p):
-            return super()._zeros(p, shape, dtype)
-        self._appoint_owners()
-        return self._owners.zeros(p, shape, dtype)
+        return self._owners_for(p).zeros(p, shape, dtype) if is_sharded(p) else super()._zeros(p, shape, dtype)
 
     def _placed(self, p: Tensor, value: Tensor) -> Tensor:
-        if not is_sharded(p):
-            return value
-        self._appoint_owners()
-        return self._owners.placed(p, value)
+        return self._owners_for(p).placed(p, value) if is_sharded(p) else value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._begin()
+        if "_owners" not in self.__dict__:  # a copy; not if state is loaded
+            self._begin()
+        self._slots = (), []
         super().__setstate__(state)
 
     def _check_group(self, group: Group) -> None:
