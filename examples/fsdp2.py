@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2.py [--steps 300] [--checkpoint out/fsdp2]
 
-For models that do not fit on one device. Trains for half of the steps, saves, creates everything anew, loads, and
-continues, as a job does that was stopped and restarted. Prints the test error at each stage, and the weights and state
-that each process holds. Runs on CPUs with gloo and on GPUs with nccl, with 1, 2, 4, 8, ... processes. Ten seconds on
-two cores, no download.
+For models that do not fit on one device. AdaBayes-K keeps its state by blocks of matrices, each in one process. Trains
+for half of the steps, saves, creates everything anew, loads, and continues, as a job does that was stopped and
+restarted. Prints the test error at each stage, and the weights and state that each process holds. Runs on CPUs with
+gloo and on GPUs with nccl, with 1, 2, 4, 8, ... processes. Ten seconds on two cores, no download.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-from adabayes import AdaBayes, param_groups
+from adabayes import AdaBayesK, param_groups
 
 BATCH = 128  # of all processes together
 
 
-def build(seed: int, device: str) -> tuple[nn.Module, AdaBayes]:
+def build(seed: int, device: str) -> tuple[nn.Module, AdaBayesK]:
     """Shard the model first, then create the optimizer, which so has state for the shards of this process alone."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
@@ -44,10 +44,10 @@ def build(seed: int, device: str) -> tuple[nn.Module, AdaBayes]:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model, AdaBayes(param_groups(model, weight_decay=0.01), lr=3e-3, lr_sgd=0.3, batch_size=BATCH)
+    return model, AdaBayesK(param_groups(model, weight_decay=0.01), lr=1e-3)
 
 
-def train(model: nn.Module, optimizer: AdaBayes, x: Tensor, y: Tensor, steps: range) -> None:
+def train(model: nn.Module, optimizer: AdaBayesK, x: Tensor, y: Tensor, steps: range) -> None:
     """Train. Every process draws the same batch and takes its share; FSDP2 averages the gradients."""
     share = BATCH // dist.get_world_size()
     mine = slice(share * dist.get_rank(), share * (dist.get_rank() + 1))
@@ -60,14 +60,14 @@ def train(model: nn.Module, optimizer: AdaBayes, x: Tensor, y: Tensor, steps: ra
         optimizer.step()
 
 
-def save(model: nn.Module, optimizer: AdaBayes, folder: Path) -> None:
+def save(model: nn.Module, optimizer: AdaBayesK, folder: Path) -> None:
     """Save a checkpoint, to which each process writes its shards."""
     warnings.filterwarnings("ignore", "Detected an existing checkpoint")  # of an earlier run: overwrite it
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(folder))  # type: ignore[attr-defined]
 
 
-def load(model: nn.Module, optimizer: AdaBayes, folder: Path) -> None:
+def load(model: nn.Module, optimizer: AdaBayesK, folder: Path) -> None:
     """Load a checkpoint, of which each process reads its shards. The number of processes may have changed."""
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=str(folder))  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def report_error(when: str, model: nn.Module, x: Tensor, y: Tensor) -> None:
     report(f"{when:<10} test error {100 * wrong.float().mean().item():.2f} %")
 
 
-def report_memory(model: nn.Module, optimizer: AdaBayes) -> None:
+def report_memory(model: nn.Module, optimizer: AdaBayesK) -> None:
     def here(tensors: list[Any]) -> int:
         return sum(t.to_local().nbytes for t in tensors if isinstance(t, DTensor))
 

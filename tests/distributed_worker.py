@@ -33,14 +33,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from adabayes import AdaBayes, AdaBayesFP, AdaBound
+from adabayes import AdaBayes, AdaBayesFP, AdaBayesK, AdaBound
 from adabayes.diagnostics import memory_plan
 
 BATCH, STEPS = 16, 6
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adabayes": lambda params, **form: AdaBayes(params, lr=0.01, batch_size=BATCH, weight_decay=0.1, **form),
     "paper": lambda params, **form: AdaBayes(params, lr=0.01, batch_size=BATCH, dynamics="paper", **form),
     "fp": lambda params, **form: AdaBayesFP(params, lr=0.01, weight_decay=0.1, **form),
+    "k": lambda params, **form: AdaBayesK(params, lr=0.01, weight_decay=0.1, block_size=4, refresh=2, **form),
     "adabound": lambda params, **form: AdaBound(params, lr=0.01, **form),
 }
 FORMS: dict[str, dict[str, bool]] = {
@@ -50,15 +51,25 @@ FORMS: dict[str, dict[str, bool]] = {
 }
 
 
-def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def network(make: Any, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """The network that an optimizer trains, of odd sizes.
+
+    For AdaBayes-K, its blocks are square: factors that do not have full rank have eigenvectors which are matters of
+    rounding, and so of the order in which gradients are summed. tests/test_matrix_distributed.py has odd sizes, too.
+    """
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5)).to(dtype)
+    sizes = (8, 8, 8) if getattr(make, "func", make) is OPTIMIZERS["k"] else (6, 12, 5)
+    return nn.Sequential(nn.Linear(*sizes[:2]), nn.Tanh(), nn.Linear(*sizes[1:])).to(dtype)
 
 
-def batches(steps: range, dtype: torch.dtype = torch.float64) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(net: nn.Module, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
+    layers = [layer for layer in net.modules() if isinstance(layer, nn.Linear)]
+    dtype = layers[0].weight.dtype
     for t in steps:
         random = torch.Generator().manual_seed(t)
-        yield torch.randn(BATCH, 6, generator=random).to(dtype), torch.randn(BATCH, 5, generator=random).to(dtype)
+        ends = layers[0].in_features, layers[-1].out_features
+        x, y = (torch.randn(BATCH, size, generator=random).to(dtype) for size in ends)
+        yield x, y
 
 
 def mine(x: Tensor) -> Tensor:
@@ -70,7 +81,7 @@ def train(
     net: Any, optimizer: torch.optim.Optimizer, steps: range = range(STEPS), whole: bool = False, parts: int = 1
 ) -> None:
     """Steps on shares of the batch, or the whole of it; accumulated over ``parts`` of a share."""
-    for x, y in batches(steps, next(net.parameters()).dtype):
+    for x, y in batches(net, steps):
         optimizer.zero_grad()
         share = (x, y) if whole else (mine(x), mine(y))
         pieces = list(zip(*(s.chunk(parts) for s in share)))
@@ -91,25 +102,25 @@ def full(net: nn.Module) -> dict[str, Tensor]:
 
 
 def alone(make: Any) -> nn.Module:
-    net = network()
+    net = network(make)
     train(net, make(net.parameters(), foreach=False), whole=True)
     return net
 
 
 def ddp(make: Any, **form: Any) -> nn.Module:
-    net = DistributedDataParallel(network())
+    net = DistributedDataParallel(network(make))
     train(net, make(net.parameters(), **form))
     return net
 
 
 def accumulated(make: Any) -> nn.Module:
-    net = DistributedDataParallel(network())
+    net = DistributedDataParallel(network(make))
     train(net, make(net.parameters()), parts=2)
     return net
 
 
 def zero(kind: Any, options: dict[str, Any]) -> nn.Module:
-    net = DistributedDataParallel(network())
+    net = DistributedDataParallel(network(kind))
     train(net, ZeroRedundancyOptimizer(net.parameters(), kind, **options))
     return net
 
@@ -124,10 +135,10 @@ def sharded(net: nn.Module, **options: Any) -> nn.Module:
 
 
 def fsdp(make: Any, **form: Any) -> nn.Module:
-    net = sharded(network())
+    net = sharded(network(make))
     optimizer = make(net.parameters(), **form)
     train(net, optimizer)
-    if isinstance(optimizer, AdaBayes | AdaBayesFP):
+    if isinstance(optimizer, AdaBayes | AdaBayesFP) and not isinstance(optimizer, AdaBayesK):
         check_memory(net, optimizer)
     return net
 
@@ -151,7 +162,7 @@ def check_memory(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def fsdp_mixed(make: Any) -> nn.Module:
     """Weights and state in fp32; what is computed and sent, in bf16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    net = sharded(network(torch.float32), mp_policy=policy)
+    net = sharded(network(make, torch.float32), mp_policy=policy)
     optimizer = make(net.parameters())
     train(net, optimizer)
     for p in net.parameters():
@@ -161,14 +172,14 @@ def fsdp_mixed(make: Any) -> nn.Module:
 
 def tensor_parallel(make: Any, **form: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    net = parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    net = parallelize_module(network(make), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     train(net, make(net.parameters(), **form), whole=True)
     return net
 
 
 def checkpointed(make: Any, folder: Path, before: Path | None, steps: range, dtype: torch.dtype) -> nn.Module:
     """Go on from a checkpoint that any number of processes wrote, for some steps, and write the next."""
-    net = sharded(network(dtype))
+    net = sharded(network(make, dtype))
     optimizer = make(net.parameters())
     if before is not None:
         weights, state = get_model_state_dict(net), get_optimizer_state_dict(net, optimizer)
@@ -200,7 +211,7 @@ def cases(out: Path) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
         1: [("four", "one", range(4, 5))],
     }
     for before, after, steps in order[dist.get_world_size()]:
-        for name in ("adabayes", "fp"):
+        for name in ("adabayes", "fp", "k"):
             for low in (False, True):
                 suffix = f"{name}-bf16" if low else name
                 ready = before is None or (out / f"checkpoint-{before}-{suffix}").exists()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import matplotlib
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from adabayes import AdaBayes, AdaBayesFP, AdaBayesK
 from adabayes.bench.torch_steps import state_bytes
@@ -350,6 +353,40 @@ def test_the_plan_for_matrices_in_numbers() -> None:
     assert matrix_memory_plan([(30, 20)], state_dtype=torch.bfloat16).state == 2 * 2 * 600 + 4 * 2 * (30**2 + 20**2)
     assert matrix_memory_plan([(30, 20), (10,)], max_size=19) == memory_plan(610)
     assert matrix_memory_plan([(256, 384)]).state == 4 * 6 * 256 * 384  # whole blocks: 4 numbers beside AdamW's 2
+
+
+def test_the_plan_counts_the_operations_of_a_step() -> None:
+    """Products of matrices are counted by torch, decompositions here; on the average over a round of refreshes."""
+    shapes = [(5,), (6, 4), (12, 3), (4, 3, 2, 2), (9, 9), (20, 3)]
+    params = [torch.randn(shape) for shape in shapes]
+    optimizer = AdaBayesK(params, block_size=4, max_size=15, refresh=3)
+
+    def step() -> None:
+        for p in params:
+            p.grad = torch.randn(p.shape)
+        optimizer.step()
+
+    decompositions = 0.0
+    qr = torch.linalg.qr
+
+    def counting(x: torch.Tensor) -> Any:
+        nonlocal decompositions
+        decompositions += len(x) * 8 / 3 * x.shape[-1] ** 3
+        return qr(x)
+
+    def in_place(_: Any, a: Any, b: Any, *args: Any, **options: Any) -> int:
+        return int(2 * math.prod(a) * b[-1])  # which torch does not count
+
+    step()  # the first one makes bases
+    mapping = {torch.ops.aten.baddbmm_: in_place}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter, patch.object(torch.linalg, "qr", counting):
+        for _ in range(3):
+            step()
+    plan = matrix_memory_plan(shapes, 4, 15, refresh=3)
+    counted = (counter.get_total_flops() + decompositions) / 3
+    assert plan.rotations + plan.refreshes == pytest.approx(counted, rel=1e-12)
+    more_often = matrix_memory_plan(shapes, 4, 15, refresh=1)
+    assert more_often.refreshes == pytest.approx(3 * plan.refreshes, rel=1e-12)
 
 
 # AdaBayes-K, whose learning rates are those of eigendirections

@@ -6,8 +6,6 @@ than to train. Weights are float64 and equal those of one process within 1e-12: 
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,23 +13,16 @@ import torch
 from torch import Tensor
 
 from tests import distributed_worker as worker
+from tests.torchrun import torchrun
 
 WORLDS = (2, 4)
-
-
-def run(world: int, out: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    done = subprocess.run(
-        [*command, worker.__file__, str(out)], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("distributed")
     for world in (2, 4, 1, 2):
-        run(world, out)
+        torchrun(world, worker.__file__, out)
     return out
 
 
@@ -65,8 +56,9 @@ CASES += [*(f"{name}-accumulated" for name in worker.OPTIMIZERS), "adabayes-zero
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", CASES)
 def test_many_processes_train_as_one_does(out: Path, world: int, case: str) -> None:
-    alone = weights(out, world, f"{case.split('-')[0]}-alone")
-    start = dict(worker.network().named_parameters())
+    name = case.split("-")[0]
+    alone = weights(out, world, f"{name}-alone")
+    start = dict(worker.network(worker.OPTIMIZERS[name]).named_parameters())
     assert max((alone[name] - p).abs().max() for name, p in start.items()) > 0.01  # something has moved
     assert_close(weights(out, world, case), alone)
 
@@ -78,13 +70,13 @@ def test_mixed_precision_of_fsdp2_has_state_in_fp32(out: Path, world: int, name:
     assert_close(weights(out, world, f"{name}-mixed"), weights(out, world, f"{name}-alone"), 0.02)
 
 
-@pytest.mark.parametrize("name", ["adabayes", "fp"])
+@pytest.mark.parametrize("name", ["adabayes", "fp", "k"])
 def test_checkpoints_go_from_any_number_of_processes_to_any_other(out: Path, name: str) -> None:
     """Two steps on two processes, two on four, one on one, and the last on two again: as one without a break."""
     assert_close(weights(out, 2, f"{name}-two-again"), weights(out, 2, f"{name}-alone"))
 
 
-@pytest.mark.parametrize("name", ["adabayes", "fp"])
+@pytest.mark.parametrize("name", ["adabayes", "fp", "k"])
 def test_checkpoints_keep_the_dtype_of_the_state(out: Path, name: str) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 

@@ -200,21 +200,29 @@ class EngineOptimizer(StatefulOptimizer):
         c = self.numbers(group, lr)
         if c is None or not params:
             return
+        indices = self.indices(group, params)
+        params, grads, entries = self._here(indices, params, grads, entries)
         foreach = group["foreach"]
         if foreach is None:
             foreach = not group["differentiable"] and all(type(p) in _foreach_supported_types for p in params)
         rounding = Rounding(group["seed"], group["stochastic_rounding"])
         _count_(steps)
         clock: list[Any] = steps if graph else [step.item() for step in steps]
-        columns: list[Any] = [params, grads, clock, self.indices(group, params), *entries.values()]
+        columns: list[Any] = [params, grads, clock, indices, *entries.values()]
         for run in _runs(columns) if foreach else [[[item] for item in row] for row in zip(*columns)]:
-            targets, g, times, indices, *states = run
+            targets, g, times, places, *states = run
             t: Scalar = torch.stack(times) if graph and foreach else times[0]
             if has_complex:
                 targets, g, *states = ([real_view(x) for x in column] for column in (targets, g, *states))
-            store = partial(rounding.store, indices=indices, t=t)
-            gradient = Batch(g, foreach or self.IN_PLACE, indices)
+            store = partial(rounding.store, indices=places, t=t)
+            gradient = Batch(g, foreach or self.IN_PLACE, places)
             self._run(group, c, lr, t, targets, gradient, dict(zip(entries, states)), store)
+
+    def _here(
+        self, indices: list[int], params: list[Tensor], grads: list[Tensor], entries: dict[str, list[Tensor]]
+    ) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
+        """Return parameters, gradients and state as steps are computed with: as they are, or this process's shards."""
+        return params, grads, entries
 
     def _run(
         self,

@@ -104,8 +104,16 @@ class StatefulOptimizer(Optimizer):
             if entry.shape is None:
                 made[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
             else:
-                made[name] = torch.zeros(entry.shape_for(p), dtype=dtype.to_real(), device=p.device)
+                made[name] = self._zeros(p, entry.shape_for(p), dtype.to_real())
         state.update(made)
+
+    def _zeros(self, p: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Make an entry that has a shape of its own."""
+        return torch.zeros(shape, dtype=dtype, device=p.device)
+
+    def _placed(self, p: Tensor, value: Tensor) -> Tensor:
+        """Return an entry that was loaded as this process keeps it."""
+        return value
 
     def _step_count(self, value: float, p: Tensor, group: Group) -> Tensor:
         """Create a step count, with the dtype that torch's optimizers choose."""
@@ -151,7 +159,7 @@ class StatefulOptimizer(Optimizer):
                             entry = entries.get(name, Entry())
                             dtype = self.state_dtype_of(p, group) if entry.low else _wide(p.dtype)
                             dtype = dtype if entry.shape is None else dtype.to_real()
-                            value = value.to(device=p.device, dtype=dtype)
+                            value = self._placed(p, value.to(device=p.device, dtype=dtype))
                             self.state[p][name] = value if is_aligned(value) else value.clone()
                         elif name == "step" and isinstance(value, Tensor):  # where torch would put it is not always
                             step = self.state[p][name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -28,9 +28,11 @@ from adabayes.eigenbasis import (
 )
 from adabayes.optim._checks import check_range, explains_unknown
 from adabayes.optim._engine import Batch, Group, Step
+from adabayes.optim._sharded import Owners, is_sharded, mesh_of, shard_like
+from adabayes.optim._shared import SharedWork
 from adabayes.optim._stack import cat, cat_
 from adabayes.optim._state import Entry
-from adabayes.optim._tensors import Scalar, as_float, real_view
+from adabayes.optim._tensors import Scalar, as_float, local, real_view
 from adabayes.optim.adabayes_fp import SETTLED, AdaBayesFP
 
 __all__ = ["AdaBayesK"]
@@ -109,6 +111,8 @@ class AdaBayesK(AdaBayesFP):
         state_dtype: ``torch.bfloat16`` halves the two averages, with stochastic rounding; factors and bases stay fp32.
         stochastic_rounding: round bf16 parameters stochastically, so that small steps are not lost.
         seed: of the rounding.
+        process_group: of processes that have the same parameters and gradients, as under DDP: each refreshes some of
+            the bases for all of them, as by :meth:`share_refreshes`. Sharded parameters (FSDP2) do not need it.
 
     Examples:
         >>> import torch
@@ -153,6 +157,7 @@ class AdaBayesK(AdaBayesFP):
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        process_group: Any = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -174,24 +179,63 @@ class AdaBayesK(AdaBayesFP):
             "stochastic_rounding": stochastic_rounding,
             "seed": seed,
         }
-        self._slots: tuple[Any, list[int]] = ((), [])
+        self._begin(process_group)
         super(AdaBayesFP, self).__init__(params, defaults)
 
+    def share_refreshes(self, process_group: Any) -> None:
+        """Refresh bases together with other processes, which have the same parameters and gradients, as under DDP.
+
+        Each refreshes some of those that are due and sends them to all; weights stay the same to the bit. All
+        processes of the group must take the same steps from then on. None: each refreshes all of them.
+        """
+        self._shared = None if process_group is None else SharedWork(process_group)
+
+    def _begin(self, process_group: Any = None) -> None:
+        self._slots: tuple[Any, list[int]] = ((), [])
+        self._owners = Owners()
+        self._part: dict[int, Tensor] = {}  # the parameters that a step is taken with, if they are sharded
+        self.share_refreshes(process_group)
+
     def direction(self, gradient: Batch, state: dict[str, Batch], c: _Numbers, t: Scalar) -> Step:
-        blocks = [_cut(x.shape, c) for x in gradient.tensors]
+        sharded = [self._part[index] for index in gradient.indices] if self._part else []
+        shapes = [x.shape for x in gradient.tensors]
+        blocks = [_cut(shape, c) for shape in (map(_real_shape, sharded) if sharded else shapes)]
         if blocks[0] is None:  # vectors and numbers
             return self._element_by_element(gradient, state, c, t)
+        if sharded:
+            exchange = self._owners.exchange(sharded, blocks)
+            g, ranges = exchange.to_blocks(gradient.tensors), exchange.ranges
+            step = self._step_of_blocks(g, gradient.indices, ranges, state, c, t)
+            moves = step.numerator.tensors[0].mul(step.size)
+            return Step(Batch(exchange.from_blocks(moves, shapes, meanwhile=step.after), True))
         g = cat([to_blocks(x, b) for x, b in zip(gradient.tensors, blocks)])
-        stacked = {name: cat_(entry.tensors) for name, entry in state.items()}
-        bases = _bases(g, stacked, c, t)
+        numbers = [b.number for b in blocks]
+        step = self._step_of_blocks(g, gradient.indices, [(0, number) for number in numbers], state, c, t)
+        moves = step.numerator.tensors[0].split(numbers)
+        shaped = [from_blocks(move, b, shape) for move, b, shape in zip(moves, blocks, shapes)]
+        return step._replace(numerator=Batch(shaped, True))
+
+    def _step_of_blocks(
+        self,
+        g: Tensor,
+        indices: Sequence[int],
+        ranges: Sequence[tuple[int, int]],
+        state: dict[str, Batch],
+        c: _Numbers,
+        t: Scalar,
+    ) -> Step:
+        """Return the step of blocks, one after the other, of parameters that have these ranges of them here."""
+        if not len(g):
+            return Step(Batch([g], True))
+        stacked = {name: cat_([x for x in entry.tensors if len(x)]) for name, entry in state.items()}
+        shared = None if self._part else self._shared
+        bases = _bases(g, stacked, c, t, shared)
         averages = {name: Batch([stacked[name]], True) for name in ("exp_avg", "exp_avg_sq")}
         step = self._element_by_element(Batch([rotate(g, bases)], True), averages, c, t)
-        numbers = [b.number for b in blocks]
-        moves = rotate(step.quotient().tensors[0], bases, back=True).split(numbers)
-        shaped = [from_blocks(move, b, x.shape) for move, b, x in zip(moves, blocks, gradient.tensors)]
-        due = self._due(gradient.indices, numbers, c.refresh, int(as_float(t)))
-        learn = partial(_learn_, g, stacked, due, c, t)
-        return Step(Batch(shaped, True), size=step.size, after=learn)
+        moves = rotate(step.quotient().tensors[0], bases, back=True)
+        due = self._due(indices, ranges, c.refresh, int(as_float(t)))
+        learn = partial(_learn_, g, stacked, due, c, t, shared)
+        return Step(Batch([moves], True), size=step.size, after=learn)
 
     def _element_by_element(self, gradient: Batch, state: dict[str, Batch], c: _Numbers, t: Scalar) -> Step:
         """Do what AdaBayes-FP does, by its kernel if there is one for these tensors."""
@@ -199,12 +243,12 @@ class AdaBayesK(AdaBayesFP):
         moves = None if c.fused is False else SETTLED.direction(gradient.tensors, *averages, c, as_float(t))
         return super().direction(gradient, state, c, t) if moves is None else Step(Batch(moves, True))
 
-    def _due(self, indices: Sequence[int], numbers: Sequence[int], refresh: int, t: int) -> list[int]:
-        """Return which blocks are refreshed at this step, of parameters that have so many of them."""
+    def _due(self, indices: Sequence[int], ranges: Sequence[tuple[int, int]], refresh: int, t: int) -> list[int]:
+        """Return which blocks are refreshed at this step, of parameters that have these ranges of them here."""
         first, due = 0, list[int]()
-        for index, number in zip(indices, numbers):
-            due += range(first + (t - self._slots[1][index]) % refresh, first + number, refresh)
-            first += number
+        for index, (begin, end) in zip(indices, ranges):
+            due += range(first + (t - self._slots[1][index] - begin) % refresh, first + end - begin, refresh)
+            first += end - begin
         return due
 
     def numbers(self, group: Group, lr: Scalar) -> Any:
@@ -220,14 +264,9 @@ class AdaBayesK(AdaBayesFP):
         parts: dict[Any, list[Tensor]] = {}
         seen: set[int] = set()
         for p in group["params"]:
-            if hasattr(p, "to_local"):
-                raise NotImplementedError(
-                    f"AdaBayesK does not take sharded parameters yet, and one of shape {tuple(p.shape)} is a "
-                    f"{type(p).__name__}. Use AdaBayesFP with FSDP2 and tensor parallelism."
-                )
             blocks = _blocks(p, group)
             again = id(p) in seen  # the same parameter twice has two steps
-            kind = len(parts) if again else blocks and (blocks.m, blocks.n, blocks.sides)
+            kind = len(parts) if again else (blocks and (blocks.m, blocks.n, blocks.sides), mesh_of(p))
             parts.setdefault(kind, []).append(p)
             seen.add(id(p))
         return [{**group, "params": params} for params in parts.values()]
@@ -251,6 +290,22 @@ class AdaBayesK(AdaBayesFP):
                 slots[place] = slot
         self._slots = key, slots
 
+    def _owners_for(self, p: Tensor) -> Owners:
+        """Return the owners of all matrices that are sharded, chosen together when the first of them is needed."""
+        if p not in self._owners:
+            params = [(p, _blocks(p, group)) for group in self.param_groups for p in group["params"] if is_sharded(p)]
+            self._owners.appoint(params)
+        return self._owners
+
+    def _here(
+        self, indices: list[int], params: list[Tensor], grads: list[Tensor], entries: dict[str, list[Tensor]]
+    ) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
+        self._part = dict(zip(indices, params)) if is_sharded(params[0]) else {}
+        if not self._part:
+            return params, grads, entries
+        shards = [shard_like(p, gradient) for p, gradient in zip(params, grads)]
+        return list(map(local, params)), shards, {name: list(map(local, x)) for name, x in entries.items()}
+
     @_disable_dynamo  # bases are refreshed by decisions of the program
     def _step_group(self, group: Group) -> None:
         super()._step_group(group)
@@ -260,7 +315,15 @@ class AdaBayesK(AdaBayesFP):
     def _entries(self, group: Group, p: Tensor) -> dict[str, Entry]:
         return _entries_of(_blocks(p, group))
 
+    def _zeros(self, p: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._owners_for(p).zeros(p, shape, dtype) if is_sharded(p) else super()._zeros(p, shape, dtype)
+
+    def _placed(self, p: Tensor, value: Tensor) -> Tensor:
+        return self._owners_for(p).placed(p, value) if is_sharded(p) else value
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_owners" not in self.__dict__:  # a copy; not if state is loaded
+            self._begin()
         self._slots = (), []
         super().__setstate__(state)
 
@@ -297,8 +360,11 @@ def _cut(shape: Sequence[int], c: _Numbers) -> Any:
 
 
 def _blocks(p: Tensor, group: Group) -> Blocks | None:
-    shape = (*p.shape, 2) if p.is_complex() else tuple(p.shape)
-    return cut(shape, group["block_size"], group["max_size"])
+    return cut(_real_shape(p), group["block_size"], group["max_size"])
+
+
+def _real_shape(p: Tensor) -> tuple[int, ...]:
+    return (*p.shape, 2) if p.is_complex() else tuple(p.shape)
 
 
 @lru_cache(maxsize=4096)
@@ -318,16 +384,19 @@ def _sides(state: dict[str, Any]) -> list[int]:
     return [side for side in (0, 1) if f"basis_{side}" in state]
 
 
-def _bases(g: Tensor, state: dict[str, Tensor], c: _Numbers, t: Scalar) -> Bases:
+def _bases(g: Tensor, state: dict[str, Tensor], c: _Numbers, t: Scalar, shared: SharedWork | None) -> Bases:
     """Return the bases of both sides; at the first step they are made of the first gradient."""
     if t == 1:
         for side in _sides(state):
-            _follow_(state[f"factor_{side}"], g, side, c)
-            state[f"basis_{side}"].copy_(basis_of(state[f"factor_{side}"]))
+            covariance = state[f"factor_{side}"]
+            _follow_(covariance, g, side, c)
+            state[f"basis_{side}"].copy_(_map(_made, {"basis": covariance}, shared)["basis"])
     return state.get("basis_0"), state.get("basis_1")
 
 
-def _learn_(g: Tensor, state: dict[str, Tensor], due: list[int], c: _Numbers, t: Scalar) -> None:
+def _learn_(
+    g: Tensor, state: dict[str, Tensor], due: list[int], c: _Numbers, t: Scalar, shared: SharedWork | None
+) -> None:
     """Let the factors follow the gradient, and refresh the bases that are due."""
     if t == 1:  # the first bases have been made of the first gradient
         return
@@ -335,7 +404,7 @@ def _learn_(g: Tensor, state: dict[str, Tensor], due: list[int], c: _Numbers, t:
         if learns(side, int(as_float(t)), c.learn_every):
             _follow_(state[f"factor_{side}"], g, side, c)
     if due:
-        _refresh_(state, due)
+        _refresh_(state, due, shared)
 
 
 def _follow_(covariance: Tensor, g: Tensor, side: int, c: _Numbers) -> None:
@@ -344,17 +413,36 @@ def _follow_(covariance: Tensor, g: Tensor, side: int, c: _Numbers) -> None:
     covariance.baddbmm_(x, x.mT, beta=decay, alpha=1 - decay)
 
 
-def _refresh_(state: dict[str, Tensor], due: list[int]) -> None:
+def _refresh_(state: dict[str, Tensor], due: list[int], shared: SharedWork | None) -> None:
     """Refresh the bases of some blocks; the averages go with them."""
     places = torch.tensor(due, device=state["exp_avg"].device)
     chosen = {name: x[places] for name, x in state.items()}
-    mean, square = chosen["exp_avg"], chosen["exp_avg_sq"]
-    old = chosen.get("basis_0"), chosen.get("basis_1")
     for side in _sides(state):
-        covariance = chosen[f"factor_{side}"].nan_to_num_(0.0, 0.0, 0.0)  # what has overflown begins again
-        chosen[f"basis_{side}"], order = refreshed(covariance, old[side])
-        square = sorted_by(square, order, side)
-    chosen["exp_avg"] = rotate(rotate(mean, old, back=True), (chosen.get("basis_0"), chosen.get("basis_1")))
-    chosen["exp_avg_sq"] = square
-    for name, x in chosen.items():
+        chosen[f"factor_{side}"].nan_to_num_(0.0, 0.0, 0.0)  # what has overflown begins again
+    for name, x in (chosen | _map(_refreshed, chosen, shared)).items():
         state[name][places] = x
+
+
+def _refreshed(blocks: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return new bases of blocks, and the averages in them."""
+    square = blocks["exp_avg_sq"]
+    old, new = (blocks.get("basis_0"), blocks.get("basis_1")), {}
+    for side in _sides(blocks):
+        new[f"basis_{side}"], order = refreshed(blocks[f"factor_{side}"], old[side])
+        square = sorted_by(square, order, side)
+    mean = rotate(rotate(blocks["exp_avg"], old, back=True), (new.get("basis_0"), new.get("basis_1")))
+    return {**new, "exp_avg": mean, "exp_avg_sq": square}
+
+
+def _made(blocks: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"basis": basis_of(blocks["basis"])}
+
+
+def _map(
+    function: Callable[[dict[str, Tensor]], dict[str, Tensor]], blocks: dict[str, Tensor], shared: SharedWork | None
+) -> dict[str, Tensor]:
+    """Apply a function to blocks, here or together with other processes."""
+    if shared is None:
+        return function(blocks)
+    bases = [x.shape[-1] for name, x in blocks.items() if "basis" in name]
+    return shared.map(function, blocks, cost=sum(size**3 for size in bases))

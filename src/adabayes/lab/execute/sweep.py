@@ -128,8 +128,9 @@ def attempt(
 ) -> Outcome:
     """Do one run. An error is noted in its folder and does not stop other runs."""
     try:
-        if result := folder.read("result.json"):
-            folder.tidy()
+        if result := ranks.agreed(lambda: folder.read("result.json")):
+            if ranks.is_first:
+                folder.tidy()
             return Outcome(spec, result["status"], is_new=False)
         data = load()
         # The threads of distributed processes are set by their launcher.

@@ -1,7 +1,7 @@
-"""Runs for TensorBoard, as they go: ``tensorboard --logdir OUT/runs``.
+"""Writes runs for TensorBoard while they train: ``tensorboard --logdir OUT/runs``.
 
-Events lie in the run's folder and hold nothing that its logs do not. So they are made from these when a run begins,
-goes on or is done already, and curves have neither gaps nor doubles, whatever happened in between.
+Events are in the run's folder and contain nothing that its logs do not. They are written anew from the logs when a run
+begins, resumes or is already done, so curves have neither gaps nor duplicates after an interruption.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SCALARS = {
 
 
 class Events:
-    """Writes a run's events, beginning with the ``epochs`` that it has behind it (None: all)."""
+    """Writes a run's events, beginning with those of its first ``epochs`` (None: all that are logged)."""
 
     def __init__(self, folder: RunFolder, epochs: int | None = None) -> None:
         self._path = folder.path
@@ -49,7 +49,7 @@ class Events:
             self.write(row, rates.get(row["epoch"]))
 
     def write(self, row: dict[str, Any], rates: dict[str, Any] | None) -> None:
-        """An epoch: its row of metrics, and the gains of sampled weights, if it has any."""
+        """Write an epoch: its row of metrics, and the gains of sampled weights, if there are any."""
         epoch = row["epoch"] + 1
         gains = [math.log10(gain) for layer in (rates or {}).get("gain", ()) for gain in layer if gain > 0]
         with room_for(self._path):

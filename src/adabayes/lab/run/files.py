@@ -1,4 +1,4 @@
-"""Files that are whole whenever the machine stops, and a clear error when the disk is full."""
+"""Writes files that stay whole if the machine stops, and reports a full disk clearly."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from pathlib import Path
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["DiskFull", "append", "remove_leftovers", "room_for", "write_atomically"]
+__all__ = ["DiskFull", "append", "remove_leftovers", "room_for", "sync_folder", "write_atomically"]
 
-_TEMPORARY = re.compile(r".+\.[0-9a-f]+\.tmp")  # a token; before there were tokens, the number of a process
+_TEMPORARY = re.compile(r".+\.[0-9a-f]+\.tmp")  # a random token; in older versions, a process ID
 _BINARY = getattr(os, "O_BINARY", 0)
 
 
 class DiskFull(OSError):
-    """There is no room. Nothing that was there is lost."""
+    """The disk is full. Nothing that was written before is lost."""
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that, whenever the machine stops, it is there whole or as it was before."""
+    """Write a file so that, if the machine stops at any moment, it is either complete or as it was before."""
     remove_leftovers(path.parent, path.name)
     with room_for(path):
         while not _replace(path, content):
-            pass  # its temporary file was taken for a dead process's, in an instant in which it was not locked
-        _sync_folder(path.parent)
+            pass  # another process took the temporary file for a dead one's, just before it was locked
+        sync_folder(path.parent)
 
 
 def append(path: Path, lines: bytes) -> None:
-    """Add lines to a file, all or none; a last line that was cut off before is ended first."""
+    """Append lines to a file, all or none; a last line that was cut off is ended first."""
     with room_for(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _BINARY, 0o666)
         try:
@@ -54,7 +54,7 @@ def append(path: Path, lines: bytes) -> None:
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what dead processes have left of files that they were writing: of one, or of all in a folder."""
+    """Remove temporary files that dead processes have left: those of one file, or of all in a folder."""
     if sys.platform != "win32":
         for path in folder.glob("*.tmp" if name is None else f"{glob.escape(name)}.*.tmp"):
             if _TEMPORARY.fullmatch(path.name):
@@ -64,7 +64,7 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 
 @contextmanager
 def room_for(path: Path) -> Iterator[None]:
-    """Let a full disk be an error that says what to do."""
+    """Turn the error of a full disk into one that says what to do."""
     try:
         yield
     except OSError as error:
@@ -77,12 +77,12 @@ def room_for(path: Path) -> Iterator[None]:
         ) from error
 
 
-# A temporary file is locked while it is written, so that the dead can be told from the living, on this machine and on
-# others that share the folder.
+# A temporary file is locked while it is written. So the files of dead processes can be told from those of live ones, on
+# this machine and on others that share the folder.
 
 
 def _replace(path: Path, content: bytes) -> bool:
-    """Write a temporary file and put it in place; whether it was still there for that."""
+    """Write a temporary file and rename it; return whether it was still there."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
     try:
@@ -107,7 +107,7 @@ def _remove_if_dead(path: Path) -> None:
     descriptor = os.open(path, os.O_RDWR)
     try:
         if sys.platform != "win32":
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its writer lives
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if its writer is alive
             os.unlink(path)
     finally:
         os.close(descriptor)
@@ -120,7 +120,8 @@ def _write_all(descriptor: int, content: bytes) -> None:
     os.fsync(descriptor)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Flush the entries of a folder to the disk, so that renamed files survive a loss of power."""
     if os.name == "posix":
         folder = os.open(path, os.O_RDONLY)
         try:

@@ -5,7 +5,8 @@ environment.json    one entry each time the run was started: versions, commit, m
 rates.jsonl         of the AdaBayes pair: learning rates of a sample of weights, epoch by epoch
 metrics.jsonl       appended to after each epoch; of an epoch that was run twice, the last line counts
 curve.jsonl         tests within epochs, if there are any
-checkpoint-N.*      the newest two: tensors in safetensors; in JSON the rest, and checksums of both
+checkpoint-N.*      the newest two: tensors in safetensors, or in a folder with the shards of each process of FSDP2;
+                    in JSON the rest, and checksums of all
 model.safetensors   the weights at the end
 result.json         how it ended: done or diverged
 failed.json         why it did not, until it is run again
@@ -16,6 +17,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import secrets
+import shutil
 import time
 import warnings
 from collections.abc import Collection, Iterator
@@ -30,6 +33,7 @@ from torch import Tensor
 
 from adabayes.lab import schema
 from adabayes.lab.protocol import SPEC, Spec
+from adabayes.lab.run import shards
 from adabayes.lab.run.files import DiskFull, append, remove_leftovers, room_for, write_atomically
 from adabayes.lab.schema import Kind, Misfit
 
@@ -37,7 +41,7 @@ __all__ = ["Busy", "DiskFull", "RunFolder", "exclusive", "folder_of", "read_json
 
 JSON = Any
 
-# What is read of these files; there may be more.
+# Entries that are read from these files; there may be more.
 _COST = schema.number(0, 1e100)
 _LAYERS = schema.listed(schema.NUMBERS)
 _KINDS: dict[str, Kind] = {
@@ -75,8 +79,11 @@ _KINDS: dict[str, Kind] = {
         others=schema.ANYTHING,
     ),
 }
-_RECORD = schema.table({"tensors": schema.TEXT, "rest": schema.TEXT, "content": schema.TEXT})
-_CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]*)\.(json|safetensors)")
+_RECORD = schema.table(
+    {"rest": schema.TEXT, "content": schema.TEXT},
+    {"tensors": schema.TEXT, "shards": schema.TEXT, "files": schema.table({}, others=schema.TEXT)},
+)
+_CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]*)\.(json|safetensors|[0-9a-f]{8}\.shards)")
 
 
 class Busy(OSError):
@@ -92,7 +99,7 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep others out; a process that dies lets go. What it has left half-done is removed."""
+        """Keep other processes out, and remove what a dead one has left unfinished. Dying releases the lock."""
         with room_for(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         with exclusive(self.path / ".lock", f"another process is working on {self.path}; it was left alone"):
@@ -108,7 +115,7 @@ class RunFolder:
                 return False
         except Timeout:
             return True
-        except OSError:  # a folder that one may not write to
+        except OSError:  # a folder without permission to write
             return False
 
     # Small files
@@ -121,14 +128,14 @@ class RunFolder:
         write_atomically(self.path / name, json.dumps(content, indent=1).encode())
 
     def read(self, name: str) -> JSON | None:
-        """What a file holds, or None where there is none; one that is damaged is named in a warning."""
+        """Return what a file holds, or None if there is none; one that is damaged is named in a warning."""
         return read_json(self.path / name, _KINDS[name])
 
     def remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
 
     def status(self) -> str:
-        """done, diverged, running, failed, interrupted or missing."""
+        """Return how far the run is: done, diverged, pruned, running, failed, interrupted or missing."""
         if result := self.read("result.json"):
             return str(result["status"])
         if self.is_locked():
@@ -138,13 +145,13 @@ class RunFolder:
         return "interrupted" if self.checkpoints() or self.metrics() else "missing"
 
     def fail(self, error: str, trace: str) -> None:
-        """Note why the run has no result, where there is room for that."""
+        """Note why the run has no result, if there is room on the disk."""
         with suppress(OSError):
             self.path.mkdir(parents=True, exist_ok=True)
             self.write("failed.json", {"error": error, "traceback": trace, "time": time.time()})
 
     def tidy(self) -> None:
-        """Remove what a kill has left beside the result of a run that is done; not while another process has it."""
+        """Remove what a kill has left beside the result of a finished run, unless another process has the run."""
         if any(path for pattern in ("checkpoint-*", "*.tmp", "failed.json") for path in self.path.glob(pattern)):
             with suppress(OSError), self.lock():
                 self.remove("failed.json")
@@ -156,7 +163,7 @@ class RunFolder:
         append(self.path / name, json.dumps(row).encode() + b"\n")
 
     def metrics(self, name: str = "metrics.jsonl") -> list[dict[str, JSON]]:
-        """A row for each epoch, or test within one, in order; lines that are damaged are named in a warning."""
+        """Return a row for each epoch, or test within one, in order; damaged lines are named in a warning."""
         path = self.path / name
         rows: dict[float, dict[str, JSON]] = {}
         for i, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else ()):
@@ -173,7 +180,7 @@ class RunFolder:
     # Checkpoints
 
     def checkpoints(self) -> list[int]:
-        """The numbers of those there are, newest first."""
+        """Return the numbers of those there are, newest first."""
         return sorted((number for path, number in self._checkpoint_files() if path.suffix == ".json"), reverse=True)
 
     def save(self, number: int, tree: JSON) -> None:
@@ -181,30 +188,63 @@ class RunFolder:
         tensors: dict[str, Tensor] = {}
         content = save_tree(tree, tensors)
         blob = _blob(tensors)
-        body = json.dumps(content)
-        record = {"tensors": hashlib.sha256(blob).hexdigest(), "rest": _sha256(body), "content": body}
         write_atomically(self.path / f"checkpoint-{number}.safetensors", blob)
+        self._record(number, content, {"tensors": hashlib.sha256(blob).hexdigest()})
+
+    def new_shards(self, number: int) -> Path:
+        """Return a folder for the shards of a checkpoint. It is a new one each time, so that no other is damaged."""
+        return self.path / f"checkpoint-{number}.{secrets.token_hex(4)}.shards"
+
+    def save_shards(self, number: int, content: JSON, path: Path, files: dict[str, str]) -> None:
+        """Let a checkpoint count whose shards are written: files, by their names, with their checksums."""
+        self._record(number, content, {"shards": path.name, "files": files})
+
+    def load(self) -> JSON | None:
+        """Return the newest checkpoint that is whole, or None. Damaged ones are named in a warning."""
+        for number, record in self.records():
+            try:
+                return load_tree(json.loads(record["content"]), self.tensors(number, record))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                self.note_damage(number, error)
+        return None
+
+    def records(self) -> Iterator[tuple[int, JSON]]:
+        """Yield the number of each checkpoint and what its JSON holds, newest first; their tensors are not read."""
+        for number in self.checkpoints():
+            try:
+                record = _loaded((self.path / f"checkpoint-{number}.json").read_bytes(), _RECORD)
+                if _sha256(record["content"]) != record["rest"]:
+                    raise ValueError("its checksum is wrong")
+            except (OSError, ValueError) as error:
+                self.note_damage(number, error)
+            else:
+                yield number, record
+
+    def tensors(self, number: int, record: JSON, wait: bool = False) -> dict[str, Tensor]:
+        """Read the tensors of a checkpoint, whole; raise if they are damaged.
+
+        With ``wait``, a network file system gets some time to show what another process has seen.
+        """
+        if "shards" in record:
+            path = self.path / record["shards"]
+            shards.check(path, record["files"], wait=wait)
+            return shards.read_whole(path)
+        path = self.path / f"checkpoint-{number}.safetensors"
+        shards.check(self.path, {path.name: record["tensors"]}, wait=wait)
+        return load(path.read_bytes())
+
+    def note_damage(self, number: int, error: Exception) -> None:
+        """Warn of a checkpoint that cannot be read, and do not count it among the newest."""
+        path = self.path / f"checkpoint-{number}.json"
+        warnings.warn(f"{path} is damaged ({error}); it is left out", stacklevel=3)
+        self._damaged.add(number)
+
+    def _record(self, number: int, content: JSON, tensors: JSON) -> None:
+        body = json.dumps(content)
+        record = {**tensors, "rest": _sha256(body), "content": body}
         write_atomically(self.path / f"checkpoint-{number}.json", json.dumps(record).encode())
         self._damaged.discard(number)
         self._keep_checkpoints([n for n in self.checkpoints() if n not in self._damaged][:2])
-
-    def load(self) -> JSON | None:
-        """The newest checkpoint that is whole, or None. Damaged ones are named in a warning."""
-        for number in self.checkpoints():
-            path = self.path / f"checkpoint-{number}.json"
-            try:
-                record = _loaded(path.read_bytes(), _RECORD)
-                blob = path.with_suffix(".safetensors").read_bytes()
-                if (
-                    hashlib.sha256(blob).hexdigest() != record["tensors"]
-                    or _sha256(record["content"]) != record["rest"]
-                ):
-                    raise ValueError("its checksum is wrong")
-                return load_tree(json.loads(record["content"]), load(blob))
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                warnings.warn(f"{path} is damaged ({error}); it is left out", stacklevel=2)
-                self._damaged.add(number)
-        return None
 
     def finish(self, weights: dict[str, Tensor], result: dict[str, JSON]) -> None:
         """Keep the weights and the result; checkpoints are of no more use."""
@@ -213,15 +253,28 @@ class RunFolder:
         self._keep_checkpoints([])
 
     def _checkpoint_files(self) -> list[tuple[Path, int]]:
-        """The files of checkpoints and their numbers, JSON first; none that others have named alike."""
-        found = ((path, _CHECKPOINT.fullmatch(path.name)) for path in sorted(self.path.glob("checkpoint-*")))
-        return [(path, int(name[1])) for path, name in found if name and path.is_file()]
+        """Return the files of checkpoints and their numbers, JSON first; none that others have named alike."""
+        found = ((path, _CHECKPOINT.fullmatch(path.name)) for path in self.path.glob("checkpoint-*"))
+        ours = [(path, int(name[1])) for path, name in found if name and path.is_dir() == (path.suffix == ".shards")]
+        return sorted(ours, key=lambda file: (file[0].suffix != ".json", file[0].name))
 
     def _keep_checkpoints(self, numbers: Collection[int]) -> None:
-        """Delete all others."""
+        """Delete all others, and what these checkpoints were written to before."""
+        kept = {number: self._tensors_of(number) for number in numbers}
         for path, number in self._checkpoint_files():
-            if number not in numbers:
-                path.unlink(missing_ok=True)
+            if number not in kept or (path.suffix != ".json" and kept[number] not in (None, path.name)):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+
+    def _tensors_of(self, number: int) -> str | None:
+        """Return where the tensors of a checkpoint are; None if its JSON does not tell."""
+        try:
+            record = _loaded((self.path / f"checkpoint-{number}.json").read_bytes(), _RECORD)
+        except (OSError, ValueError):
+            return None
+        return str(record.get("shards", f"checkpoint-{number}.safetensors"))
 
 
 def folder_of(spec: Spec, out: Path) -> RunFolder:
@@ -230,11 +283,11 @@ def folder_of(spec: Spec, out: Path) -> RunFolder:
 
 @contextmanager
 def exclusive(path: Path, message: str, timeout: float = 1.0) -> Iterator[None]:
-    """Hold a lock on a file, or say that another process does. One that dies lets go."""
+    """Hold a lock on a file, or raise if another process does. A process that dies releases it."""
     lock = FileLock(path)
     try:
         with room_for(path):
-            lock.acquire(timeout=timeout)  # longer than it takes to look whether it is held
+            lock.acquire(timeout=timeout)  # longer than a look at whether it is held takes
     except Timeout:
         raise Busy(message) from None
     try:
@@ -244,7 +297,7 @@ def exclusive(path: Path, message: str, timeout: float = 1.0) -> Iterator[None]:
 
 
 def read_json(path: Path, kind: Kind) -> JSON | None:
-    """What a file holds, or None; one that is damaged is named in a warning."""
+    """Return what a file holds, or None; one that is damaged is named in a warning."""
     try:
         return _loaded(path.read_bytes(), kind)
     except FileNotFoundError:
@@ -264,7 +317,7 @@ def _loaded(content: bytes, kind: Kind) -> JSON:
 
 
 def spec_from(entry: JSON, path: Path) -> Spec | None:
-    """The run that an entry of a file describes, or None; one that is damaged is named in a warning."""
+    """Return the run that an entry of a file describes, or None; a damaged one is named in a warning."""
     try:
         schema.check(SPEC, entry)
     except Misfit as error:
@@ -278,7 +331,7 @@ def _warn_of(path: Path, error: ValueError) -> None:
 
 
 def save_tree(tree: JSON, tensors: dict[str, Tensor]) -> JSON:
-    """Plain data as JSON can hold it; tensors go to ``tensors``, with a reference in their place."""
+    """Return plain data as JSON can hold it; tensors go to ``tensors``, with a reference in their place."""
     if isinstance(tree, Tensor):
         name = str(len(tensors))
         tensors[name] = tree
@@ -293,7 +346,7 @@ def save_tree(tree: JSON, tensors: dict[str, Tensor]) -> JSON:
 
 
 def load_tree(tree: JSON, tensors: dict[str, Tensor]) -> JSON:
-    """The inverse of :func:`save_tree`, memory layouts included."""
+    """Invert :func:`save_tree`, memory layouts included."""
     if not isinstance(tree, dict):
         return tree
     if "tensor" in tree:

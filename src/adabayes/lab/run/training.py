@@ -1,4 +1,4 @@
-"""One run: trained deterministically from its seed, logged epoch by epoch, and continued after any interruption."""
+"""Trains one run: deterministic from its seed, logged epoch by epoch, resumed after any interruption."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _RECALIBRATION = 50  # batches for new statistics of BatchNorm
 
 
 class Interrupted(Exception):
-    """The run was asked to stop and has written a checkpoint to go on from."""
+    """Raised when a run was asked to stop; it has written a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, a few times a second."""
+    """The progress of a run, reported a few times a second."""
 
     step: int
     steps: int
@@ -58,12 +58,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Watch:
-    """Those who watch a run: nobody, unless given.
+    """Callbacks of a run; by default, none does anything.
 
     Attributes:
-        report: is told how far the run is.
-        should_stop: is asked after each step.
-        is_hopeless: is asked of each epoch's row of metrics, in order, also of epochs that were run before.
+        report: called with the progress.
+        should_stop: called after each step.
+        is_hopeless: called with the row of metrics of each epoch, in order, including epochs of an earlier start.
     """
 
     report: Callable[[Progress], None] = lambda _: None
@@ -81,14 +81,14 @@ def train(
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     tensorboard: bool = False,
 ) -> str:
-    """Train, or go on training, until the run is done, has diverged, or is pruned; which of these.
+    """Train, or go on training, and return how it ended: "done", "diverged" or "pruned".
 
-    With ``ranks``, as one of several processes, of which the first writes. A run is pruned after a hopeless epoch.
+    With ``ranks``, this is one of several processes, of which the first writes. A run is pruned after a hopeless epoch.
     Raises :class:`~adabayes.lab.run.folder.Busy` if another process has the run, and :class:`Interrupted` when it was
     asked to stop.
     """
     with folder.lock() if ranks.is_first else nullcontext():
-        if result := folder.read("result.json"):
+        if result := ranks.agreed(lambda: folder.read("result.json")):
             return str(result["status"])
         if ranks.is_first:
             folder.remove("failed.json")
@@ -100,15 +100,15 @@ def train(
 
 
 def epoch_seconds(spec: Spec, data: Data) -> float:
-    """How long an epoch of a run takes on this machine, about."""
+    """Estimate the seconds that an epoch of a run takes on this machine."""
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
         return _Run(spec, RunFolder(Path(folder)), data, Ranks(), Watch(), CHECKPOINT_SECONDS, False).measure()
 
 
 def step_seconds(specs: Sequence[Spec], data: Data) -> dict[str, float]:
-    """How long a training step takes with each optimizer, on one thread.
+    """Measure the seconds of a training step with each optimizer, on one thread.
 
-    All in turn, several times, and the best of these; ten steps at a time, so that what is done once in ten is in.
+    All take turns, several times, and the best counts; ten steps at a time, to include what is done once in ten steps.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -126,7 +126,7 @@ def step_seconds(specs: Sequence[Spec], data: Data) -> dict[str, float]:
 
 @dataclass
 class _Position:
-    """Where a run is, and what the epoch has summed up so far."""
+    """The position of a run, and the sums of its current epoch."""
 
     epoch: int = 0
     step: int = 0
@@ -138,7 +138,7 @@ class _Position:
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> _Position:
-        """From a checkpoint. Version 0.1 counted wrong answers."""
+        """Read the position from a checkpoint. Version 0.1 counted wrong answers."""
         rest = dict(saved)
         if "wrong" in rest:
             rest["errors"] = [rest.pop("wrong")]
@@ -178,12 +178,14 @@ class _Run:
         self.tests = {round(i * self.steps / spec.tests_per_epoch) for i in range(1, spec.tests_per_epoch)}
         # For the paper's learning-rate figure.
         self.observer: diagnostics.Observer | None = None
-        if isinstance(self.optimizer, TwoRateOptimizer) and ranks.kind != "fsdp2":  # of which one sees a shard
+        if (
+            isinstance(self.optimizer, TwoRateOptimizer) and ranks.kind != "fsdp2"
+        ):  # where each process sees only a shard
             self.observer = diagnostics.Observer(self.optimizer, per_tensor=_SAMPLED, model=self.model)
         self.at = _Position()
         self.test_error: float | None = None
         self._saved = self._reported = time.monotonic()
-        if (saved := folder.load()) is not None:
+        if (saved := ranks.restore(folder, self.model, self.optimizer)) is not None:
             ranks.load(self.model, saved["model"])
             of = saved["optimizer"]
             self.trainer.load({**of, "state_dict": ranks.scattered(of["state_dict"], self.optimizer)})
@@ -205,14 +207,14 @@ class _Run:
         result: dict[str, Any] = {"status": status, "epoch": min(self.at.epoch, math.ceil(self.total / self.steps) - 1)}
         if self.spec.test_at_end and status == "done":
             result["test_loss"], result["test_error"] = self._test(self.whole.to(self.device))
-        weights = self.ranks.gathered(dict(self.model.state_dict()))
+        weights = self.ranks.whole_weights(self.model)
         if self.ranks.is_first:
             self.folder.finish(weights, result)
         self.ranks.wait()
         return status
 
     def _run(self) -> str:
-        for row in self.folder.metrics()[: self.at.epoch]:
+        for row in self.ranks.agreed(lambda: self.folder.metrics()[: self.at.epoch]):
             self.test_error = row["test_error"]
             if self.watch.is_hopeless(row):
                 return "pruned"
@@ -240,10 +242,10 @@ class _Run:
             self.events.write(row, rates)
 
     def _train_epoch(self) -> bool:
-        """Train to the end of the epoch; whether the loss has stayed finite."""
+        """Train to the end of the epoch; return whether the loss has stayed finite."""
         spec, at = self.spec, self.at
         order = torch.randperm(self.data.count("train"), generator=_generator(spec.seed, "order", at.epoch))
-        # Of this process; what was summed before is with the first.
+        # The sums of this process; the first one also keeps those from the checkpoint.
         loss_sum = torch.tensor(at.loss * self.ranks.is_first, dtype=torch.float64, device=self.device)
         before = at.errors if self.ranks.is_first else [0.0] * len(at.errors)
         errors = torch.tensor(before, dtype=torch.float64, device=self.device)
@@ -288,11 +290,14 @@ class _Run:
         return math.isfinite(at.loss)
 
     def _steps_of_epoch(self) -> int:
-        """Steps of the epoch that is trained now; the last one may be shorter."""
+        """Return the number of steps of the current epoch; the last epoch may be shorter."""
         return min(self.steps, self.total - self.at.epoch * self.steps)
 
     def _step(self, indices: Tensor) -> tuple[Tensor, int, Tensor, int]:
-        """Take a step on a batch. Our share's mean loss, count of targets and sums of errors; the count of all."""
+        """Take a step on a batch.
+
+        Return the mean loss, the count of targets and the sums of errors of this process's share, and the count of all.
+        """
         spec, at = self.spec, self.at
         torch.manual_seed(_derived(spec.seed, "noise", at.epoch, at.step))
         self._set_lr((at.epoch * self.steps + at.step) / self.total)
@@ -310,7 +315,7 @@ class _Run:
         return loss.detach(), count, self.task.sums(output.detach(), targets), seen
 
     def take_steps(self, count: int) -> float:
-        """Seconds that some steps take, all on the first batch."""
+        """Take some steps, all on the first batch, and return the seconds."""
         self.model.train()
         self.trainer.for_training()
         indices = torch.arange(min(self.spec.batch_size, self.data.count("train")))
@@ -320,20 +325,20 @@ class _Run:
         return time.perf_counter() - started
 
     def measure(self) -> float:
-        """Seconds that an epoch takes, from a few steps."""
+        """Estimate the seconds of an epoch from a few steps."""
         size = min(self.spec.batch_size, self.data.count("train"))
         taken: list[float] = []
         began = time.perf_counter()
         while len(taken) < 2 or (len(taken) < 4 and time.perf_counter() - began < 20):
             taken.append(self.take_steps(1))
-        # To test an example takes about a third of what it takes to train on it.
+        # Testing an example takes about a third of the time of training on it.
         return min(taken[1:]) / size * (self.data.count("train") + self.data.count("test") / 3)
 
     def _compile(self) -> None:
-        """Compile the model: anew for each run and shape, so that nothing depends on what was run before."""
+        """Compile the model, anew for each run and shape, so that nothing depends on earlier runs."""
         torch.compiler.reset()
         self.call = torch.compile(self.call, dynamic=False)
-        # Compiling is no part of training's time: so once through with each shape, and back to the start.
+        # Compiling does not count as training time: so run once with each shape, then restore the start.
         start = {name: t.clone() for name, t in self.model.state_dict().items()}
         count = self.data.count("train")
         for size in {min(count, self.spec.batch_size), count % self.spec.batch_size} - {0}:
@@ -362,7 +367,7 @@ class _Run:
                 group["lr"] = base * factor
 
     def _row(self) -> dict[str, Any]:
-        """What is logged of the epoch that is complete."""
+        """Return the metrics of the completed epoch."""
         at = self.at
         started = time.perf_counter()
         test_loss, test_error = self._test(self.data)
@@ -385,7 +390,7 @@ class _Run:
         return row
 
     def _rates(self) -> dict[str, Any]:
-        """Of a sample of weights of each layer, what Adam would give them and what they get."""
+        """Return the learning rates of a sample of weights of each layer, and those that Adam would give them."""
         assert self.observer is not None
         points = [p for p in self.observer.points() if p.lr > 0]
         return {
@@ -399,7 +404,7 @@ class _Run:
 
     @torch.no_grad()
     def _test(self, data: Data) -> tuple[float, float]:
-        """Loss and error on a test split."""
+        """Return loss and error on a test split."""
         self.trainer.for_testing()
         if self.trainer.switches:
             self._recalibrate()
@@ -416,7 +421,7 @@ class _Run:
         return loss / seen, self.task.value(errors, int(seen))
 
     def _test_within(self) -> None:
-        """Test within an epoch, and go on as if nothing had happened."""
+        """Test within an epoch, without any effect on training."""
         at = self.at
         test_loss, test_error = self._test(self.data)
         if self.ranks.is_first:
@@ -444,11 +449,13 @@ class _Run:
             norm.momentum = momentum
 
     def _save(self) -> None:
-        tree = self.ranks.gathered({"model": dict(self.model.state_dict()), "optimizer": self.trainer.state()})
-        tree["position"] = asdict(self.at)
-        tree["observer"] = self.observer.state_dict() if self.observer else None
-        if self.ranks.is_first:
-            self.folder.save(self.at.epoch * self.steps + self.at.step, tree)
+        tree = {
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.trainer.state(),
+            "position": asdict(self.at),
+            "observer": self.observer.state_dict() if self.observer else None,
+        }
+        self.ranks.save(self.folder, self.at.epoch * self.steps + self.at.step, tree)
         self._saved = time.monotonic()
 
     def _report(self) -> None:
@@ -470,22 +477,24 @@ def make(
     data: Data,
     ranks: Ranks = Ranks(),  # noqa: B008  (has no state)
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The network of a run, as its seed initialises it, and the optimizer."""
+    """Make the network of a run, initialised from its seed, and the optimizer."""
     torch.manual_seed(_derived(spec.seed, "weights"))
     model = models.make(spec.model, **{**data.model_options(), **spec.model_options}).to(spec.device)
     if spec.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model = ranks.place(model)
-    return model, optimizers.make(spec, model)
+    optimizer = optimizers.make(spec, model)
+    ranks.prepare(optimizer)
+    return model, optimizer
 
 
 def _rounded(values: Tensor) -> list[float]:
-    """Four digits, which is what one sees; a weight without a gradient would get more than any number."""
+    """Round to four digits, enough for a figure; a weight without a gradient would have an infinite rate."""
     return [float(f"{min(value, 1e30):.4g}") for value in values.tolist()]
 
 
 def _derived(seed: int, *what: object) -> int:
-    """A seed for one purpose: the same wherever a run is taken up again, and its own for every use."""
+    """Derive a seed for one purpose: different for every use, and the same whenever a run is resumed."""
     return int.from_bytes(hashlib.sha256(repr((seed, *what)).encode()).digest()[:7], "big")
 
 
@@ -493,11 +502,11 @@ def _generator(seed: int, *what: object) -> torch.Generator:
     return torch.Generator().manual_seed(_derived(seed, *what))
 
 
-# Where and with what a run was made
+# The environment of a run
 
 
 def _note_environment(folder: RunFolder, data: Data, ranks: Ranks) -> None:
-    """Add an entry to the log of starts; refuse to go on with other data."""
+    """Add an entry to the log of starts; raise if the data have changed."""
     now = environment() | {"data": data.fingerprint(), "processes": ranks.world}
     starts = folder.read("environment.json") or []
     if starts:
@@ -531,7 +540,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this package is run from, if it is; with + where files were changed since."""
+    """Return the commit of the checkout that this package runs from, if any; with + if files have changed since."""
     try:
         command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
         here = Path(__file__).parent

@@ -1,0 +1,53 @@
+"""AdaBayes-K in several processes, over gloo: sharded matrices, shared refreshes, against one process.
+
+All cases of a number of processes are run by one start of torchrun (tests/matrix_worker.py). Where whole and sharded
+parameters get the same gradients, they end within 1e-12. tests/test_distributed.py trains networks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from adabayes.optim import _sharded
+from adabayes.optim._sharded import first_owners
+from tests import matrix_worker as worker
+from tests.torchrun import torchrun
+
+WORLDS = (2, 4)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("matrices")
+    for world in WORLDS:
+        torchrun(world, worker.__file__, out)
+    return out
+
+
+@pytest.mark.parametrize(("world", "case"), [(world, case) for world in WORLDS for case in worker.cases(world)])
+def test_in_several_processes(out: Path, world: int, case: str) -> None:
+    path = out / str(world) / case
+    if not path.exists():
+        pytest.fail(path.with_suffix(".error").read_text(encoding="utf-8"))
+
+
+def test_owners_are_balanced_by_cost() -> None:
+    """A transformer of GPT-2's shapes on as many processes as leave most of its matrices uneven."""
+    square = 128**3 * 2
+    numbers = [36, 108, 144, 144] * 12
+    for world in (5, 7, 64):
+        loads = [0] * world
+        firsts = first_owners([square] * len(numbers), numbers, loads)
+        assert sum(loads) == square * sum(numbers)
+        assert max(loads) < 1.1 * sum(loads) / world
+        assert len(set(firsts)) <= 8  # as many process groups
+    loads = [0] * 4
+    first_owners([8, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 9, loads)  # one has the large one, the others all the small ones
+    assert sorted(loads) == [2, 3, 3, 8]
+
+
+def test_without_groups_in_an_order_of_their_own_the_first_processes_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_sharded, "_keeps_order", lambda: False)
+    assert first_owners([8, 8], [1, 3], [0, 0]) == [0, 0]

@@ -1,0 +1,27 @@
+"""Several processes on this machine, as torchrun starts them; they talk over the loopback device alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["LOOPBACK", "torchrun"]
+
+LOOPBACK = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(world: int, script: str, *arguments: Path) -> None:
+    """Run a script in so many processes, and fail with what they say if they fail."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    here = Path(__file__).parents[1]
+    done = subprocess.run(
+        [*command, script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**LOOPBACK, "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])},
+    )
+    assert done.returncode == 0, done.stderr
