@@ -90,6 +90,7 @@ def matrix_memory_plan(
     max_size: int = 16384,
     *,
     devices: int = 1,
+    learn_every: int = 2,
     refresh: int = 10,
     param_dtype: torch.dtype = torch.float32,
     grad_dtype: torch.dtype | None = None,
@@ -107,6 +108,7 @@ def matrix_memory_plan(
         block_size: as given to the optimizer.
         max_size: as given to the optimizer.
         devices: how many share all of it, by FSDP2's default: each has some rows of each parameter.
+        learn_every: as given to the optimizer.
         refresh: as given to the optimizer.
         param_dtype: dtype of the weights.
         grad_dtype: dtype of the gradients that the optimizer gets. None: that of the weights.
@@ -141,8 +143,8 @@ def matrix_memory_plan(
         size = blocks.m * blocks.n
         averages += here * size
         squares += here * sum(side**2 for side in sizes)
-        # A product of a block with a basis, there and back, and one with itself for the factor.
-        rotations += here * 6 * work_of(blocks)
+        # A product of a block with a basis, there and back, and now and then one with itself for the factor.
+        rotations += here * (4 + 2 / learn_every) * work_of(blocks)
         # A product with the factor and a QR decomposition, 4/3 n³ for its triangle and as much for its basis; then the
         # average goes from the old bases to the new ones.
         refreshes += here * (sum((2 + 8 / 3) * side**3 for side in sizes) + 4 * work_of(blocks)) / refresh

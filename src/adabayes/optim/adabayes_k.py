@@ -97,7 +97,7 @@ class AdaBayesK(AdaBayesFP):
         learn_every: steps from one gradient that a covariance learns from to the next. 1: from all, as SOAP's do.
         refresh: steps from one update of a basis to the next.
         block_size: largest side of a block. It bounds what a weight costs: 4 numbers of state beside AdamW's 2, and
-            about 12 ``block_size`` operations in a step, if its block is a whole one. A layer's width is a good choice.
+            about 10 ``block_size`` operations in a step, if its block is a whole one. A layer's width is a good choice.
         max_size: largest side that is rotated.
         cautious: move only in directions whose averaged gradient has the sign of the newest one.
         centred: average the squares of what the average did not foresee, :math:`(G' - M_{t-1})^2`, in place of
