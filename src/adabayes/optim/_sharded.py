@@ -302,10 +302,13 @@ class Exchange:
     def __init__(self, matrices: Sequence[_Matrix], group: Any, device: torch.device) -> None:
         self._matrices, self._group = matrices, group
         here, world = dist.get_rank(group), dist.get_world_size(group)
-        self._here = here
         self.ranges = [matrix.own(here) for matrix in matrices]  # of blocks
         _, self._m, self._n = matrices[0].blocks.shape
         self._unit = math.gcd(*(matrix.unit for matrix in matrices))
+        self._widths = [matrix.width(here, self._unit) for matrix in matrices]
+        numbers = [[end - begin for begin, end in map(matrix.own, range(world))] for matrix in matrices]
+        units = torch.tensor(numbers) * (self._m * self._n // self._unit)  # of each matrix, at each owner
+        self._before = units.cumsum(0) - units
         # Of the replicas of a shard, all need the step; an owner is sent the gradient by the one in its own replica.
         come, self._travels = [], False
         for place in range(world):
@@ -332,7 +335,7 @@ class Exchange:
 
     def to_blocks(self, shards: Sequence[Tensor]) -> Tensor:
         """Send shards to the owners of their blocks; return the blocks that this process owns."""
-        units = torch.cat([self._units(x, k) for k, x in enumerate(shards)])
+        units = torch.cat([self._units(x, width) for x, width in zip(shards, self._widths)])
         come, work = self._send(units, self._there)
         blocks = come.new_zeros(sum(end - begin for begin, end in self.ranges), self._m, self._n)
         if work is not None:
@@ -352,17 +355,16 @@ class Exchange:
         units = torch.empty_like(come)
         units[self._back.put] = come
         shards, first = [], 0
-        for matrix, shape in zip(self._matrices, shapes):
-            width, size = matrix.width(self._here, self._unit), math.prod(shape)
+        for width, shape in zip(self._widths, shapes):
             count = shape[0] * width // self._unit
             rows = units[first : first + count].view(shape[0], width)
-            shards.append(rows[:, : size // max(shape[0], 1)].reshape(tuple(shape)))
+            shards.append(rows[:, : math.prod(shape[1:])].reshape(tuple(shape)))
             first += count
         return shards
 
-    def _units(self, x: Tensor, k: int) -> Tensor:
+    def _units(self, x: Tensor, width: int) -> Tensor:
         rows = x.reshape(len(x), math.prod(x.shape[1:]))
-        filling = self._matrices[k].width(self._here, self._unit) - rows.shape[1]
+        filling = width - rows.shape[1]
         return (pad(rows, (0, filling)) if filling else rows).reshape(-1, self._unit)
 
     def _send(self, units: Tensor, route: _Route) -> tuple[Tensor, Any]:
@@ -376,15 +378,11 @@ class Exchange:
     def _routes(self, place: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the owners of all units of a process, their indices there, and which of the matrices they are of."""
         owners, indices, kinds = [], [], []
-        before = [0] * len(self._matrices[0].boxes)  # units of the matrices before, at each owner
         for k, matrix in enumerate(self._matrices):
             owner, index = matrix.routes(place, self._unit)
             owners.append(owner)
-            indices.append(index + torch.tensor(before)[owner])
+            indices.append(index + self._before[k, owner])
             kinds.append(torch.full_like(owner, k))
-            for other in range(len(before)):
-                begin, end = matrix.own(other)
-                before[other] += (end - begin) * self._m * self._n // self._unit
         return torch.cat(owners), torch.cat(indices), torch.cat(kinds)
 
     def _sends(self, place: int, owner: int) -> Tensor:
