@@ -1,1 +1,1 @@
-"""Helpers for other people's training code, one module for each library; nothing here imports one of them."""
+"""Helpers for other libraries, a module for each; importing this package imports none of them."""

@@ -11,7 +11,7 @@ try:
 except ImportError as error:
     raise ImportError("this module needs transformers: pip install '.[hf]' in the folder of AdaBayes") from error
 
-from adabayes.diagnostics import regimes
+from adabayes.integrations._scalars import scalars_of
 from adabayes.optim import AdaBayes, AdaBayesK
 from adabayes.optim._two_rates import unwrap
 
@@ -71,7 +71,7 @@ class RegimesCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
         """Log, if the Trainer is about to log."""
-        optimizer = unwrap(now["optimizer"])
-        if control.should_log and state.is_world_process_zero and optimizer.state:
-            self._trainer.log(regimes(optimizer, now["model"]).scalars(tensors=self._tensors))
+        if control.should_log and state.is_world_process_zero:
+            if scalars := scalars_of(unwrap(now["optimizer"]), now["model"], tensors=self._tensors):
+                self._trainer.log(scalars)
             control.should_log = True  # logging clears it, and the Trainer's own log is still to come

@@ -9,7 +9,7 @@ try:
 except ImportError as error:
     raise ImportError("this module needs lightning: pip install '.[lightning]' in the folder of AdaBayes") from error
 
-from adabayes.diagnostics import regimes
+from adabayes.integrations._scalars import scalars_of
 from adabayes.optim._two_rates import unwrap
 
 __all__ = ["RegimesCallback"]
@@ -18,7 +18,7 @@ __all__ = ["RegimesCallback"]
 class RegimesCallback(Callback):
     """Logs regimes every ``log_every_n_steps`` of the Trainer, to all of its loggers.
 
-    Of several optimizers, each has its place in the names: ``regimes/0/sgd_like``, ``regimes/1/sgd_like``.
+    With several optimizers, names have their indices: ``regimes/0/sgd_like``, ``regimes/1/sgd_like``.
 
     Args:
         tensors: log each parameter tensor too, not only the total.
@@ -42,8 +42,7 @@ class RegimesCallback(Callback):
         self._logged = step
         several = len(trainer.optimizers) > 1
         for i, optimizer in enumerate(map(unwrap, trainer.optimizers)):
-            if trainer.loggers and optimizer.state:
-                found = regimes(optimizer, pl_module)
-                scalars = found.scalars(f"regimes/{i}" if several else "regimes", tensors=self._tensors)
+            prefix = f"regimes/{i}" if several else "regimes"
+            if trainer.loggers and (scalars := scalars_of(optimizer, pl_module, prefix, tensors=self._tensors)):
                 for logger in trainer.loggers:
                     logger.log_metrics(scalars, step=step)
