@@ -267,9 +267,9 @@ def test_a_report_takes_all_runs_of_a_folder_that_can_be_compared(
         assert protocol_.optimizers["adabayes"].label == ("AdaBayes" if known else "adabayes")
         done = adabayes("report", tmp_path)
         assert done.returncode == 0
-        assert "2 of 12 runs have other settings and are left out; see the page\n" in done.stdout
+        assert "2 of 12 runs have other settings and are not shown; see the page\n" in done.stdout
         last = content(tmp_path / "index.html")["problems"][-1]
-        assert "2 runs of this folder left out" in last["text"]
+        assert "2 runs of this folder not shown" in last["text"]
         assert len(last["runs"]) == 2
         (tmp_path / "results.json").unlink(missing_ok=True)
     (tmp_path / "results.json").write_text("{}")
@@ -385,7 +385,7 @@ def test_a_long_list_of_runs_is_folded_away(
     problems = page.locator("#problems")
     assert "2 of 8 runs diverged" in problems.inner_text()
     assert "Adam, seed 0, 1." in problems.inner_text()  # a short one is not
-    assert "27 runs of this folder left out" in problems.inner_text()
+    assert "27 runs of this folder not shown" in problems.inner_text()
     assert not problems.locator("li").first.is_visible()
     problems.locator("summary").focus()
     page.keyboard.press("Enter")
