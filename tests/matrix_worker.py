@@ -236,7 +236,7 @@ def fsdp_of_tensor_parallel() -> None:
 
 def zero() -> None:
     """With every basis refreshed at each step: those that are due depend on which parameters an optimizer has."""
-    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "block_size": 4, "refresh": 1}
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "block_size": 4, "learn_every": 1, "refresh": 1}
     alone = network(make)
     train(alone, AdaBayesK(alone.parameters(), **options), whole=True)
     net = DistributedDataParallel(network(make))
