@@ -140,7 +140,7 @@ def adabayes_k(
     are not cut into blocks here: it is torch's form with a ``block_size`` of ``max_size``.
 
     Args:
-        learning_rate: begin with three times that of ``optax.adamw``; a number, a schedule or a traced array.
+        learning_rate: begin with five times that of ``optax.adamw``; a number, a schedule or a traced array.
         lr_sgd: the highest learning rate that a direction can get, in units of the averaged gradient. None: 1e5 times
             the base, whatever that is.
         b1: decay of the averaged gradient.

@@ -89,7 +89,7 @@ class AdaBayesK(AdaBayesFP):
 
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
-        lr: begin with three times AdamW's; what scales it, a scheduler or a group with its own, scales
+        lr: begin with five times AdamW's; what scales it, a scheduler or a group with its own, scales
             ``lr_sgd`` too.
         lr_sgd: the highest learning rate that a direction can get, in units of the averaged gradient. None: 1e5 ``lr``.
         betas: decay of the averaged gradient, and of its averaged square and covariances.
