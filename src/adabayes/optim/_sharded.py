@@ -133,32 +133,39 @@ class Owners:
 
     def zeros(self, p: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Make the state of a sharded parameter: that of a matrix by blocks, that of a vector sharded as it is."""
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import DTensor
 
-        stride = torch.empty(shape, device="meta").stride()
-        mesh: Any
-        first = self._firsts[p]
-        if first is None:
-            mesh, placements, here = p.device_mesh, p.placements, tuple(real_view(local(p)).shape)
-        else:
-            mesh, placements, ranks = self.mesh(p), [Shard(0)], _ranks(p)
-            begin, end = owned(shape[0], len(ranks), first, ranks.index(dist.get_rank()))
-            here = (end - begin, *shape[1:])
-        zeros = torch.zeros(here, dtype=dtype, device=p.device)
-        return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        if self._firsts[p] is None:
+            zeros = torch.zeros_like(real_view(local(p)), dtype=dtype, memory_format=torch.contiguous_format)
+            return DTensor.from_local(zeros, p.device_mesh, p.placements, **_global(shape))
+        begin, end = self._own(p, shape[0])
+        return self._by_blocks(p, torch.zeros((end - begin, *shape[1:]), dtype=dtype, device=p.device), shape)
 
     def placed(self, p: Any, value: Tensor) -> Tensor:
         """Return an entry of state, whole or distributed in another way, as this process keeps it."""
         from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-        mesh: Any
-        mesh, placements = (p.device_mesh, p.placements) if self._firsts[p] is None else (self.mesh(p), (Shard(0),))
+        is_vector = self._firsts[p] is None
+        mesh, placements = (p.device_mesh, p.placements) if is_vector else (self.mesh(p), (Shard(0),))
         if isinstance(value, DTensor):
             if value.device_mesh == mesh and tuple(value.placements) == tuple(placements):
                 return value
             value = value.full_tensor()
-        # All have the same numbers: nothing is to be sent.
-        return distribute_tensor(value.to(p.device), mesh, placements, src_data_rank=None)
+        if is_vector:
+            return distribute_tensor(value.to(p.device), mesh, placements)
+        begin, end = self._own(p, len(value))
+        return self._by_blocks(p, value[begin:end].to(p.device, copy=True), value.shape)
+
+    def _by_blocks(self, p: Any, blocks: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the blocks that this process owns as its shard of a tensor of this shape."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        return DTensor.from_local(blocks, self.mesh(p), [Shard(0)], **_global(shape))
+
+    def _own(self, p: Any, number: int) -> tuple[int, int]:
+        """Return the first and the end of the blocks that this process owns."""
+        ranks = _ranks(p)
+        return owned(number, len(ranks), self._firsts[p] or 0, ranks.index(dist.get_rank()))
 
     def mesh(self, p: Any) -> Any:
         """Return the processes of a parameter, in the order in which they own its blocks."""
@@ -194,6 +201,12 @@ class Owners:
             matrices = [_Matrix(p, b, self._firsts[p] or 0) for p, b in zip(params, blocks)]
             self._exchanges[key] = Exchange(matrices, self.group(params[0]), params[0].device)
         return self._exchanges[key]
+
+
+def _global(shape: Sequence[int]) -> dict[str, Any]:
+    """Return what a DTensor of this shape is to be told beside its shard."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return {"run_check": False, "shape": torch.Size(shape), "stride": stride}
 
 
 def _ranks(p: Any) -> tuple[int, ...]:
