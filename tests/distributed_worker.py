@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adabayes": lambda params, **form: AdaBayes(params, lr=0.01, batch_size=BATCH, weight_decay=0.1, **form),
     "paper": lambda params, **form: AdaBayes(params, lr=0.01, batch_size=BATCH, dynamics="paper", **form),
     "fp": lambda params, **form: AdaBayesFP(params, lr=0.01, weight_decay=0.1, **form),
-    "k": lambda params, **form: AdaBayesK(params, lr=0.01, weight_decay=0.1, block_size=4, refresh=2, **form),
+    "k": lambda params, **form: AdaBayesK(params, lr=0.005, weight_decay=0.1, block_size=4, refresh=2, **form),
     "adabound": lambda params, **form: AdaBound(params, lr=0.01, **form),
 }
 FORMS: dict[str, dict[str, bool]] = {
