@@ -28,6 +28,7 @@ __all__ = [
     "cut",
     "factor",
     "from_blocks",
+    "interval",
     "learns",
     "refreshed",
     "rotate",
@@ -177,7 +178,20 @@ def carried(squares: Array, turns: Bases) -> Array:
 # The schedule
 
 
-def learns(side: int, t: Any, every: int) -> Any:
+def interval(t: Any, longest: int) -> Any:
+    """Return the steps from one update to the next at step t: an eighth of the steps so far, at most ``longest``.
+
+    An average over few gradients changes with each of them, and with it its eigenvectors; later, it changes slowly.
+
+    >>> [interval(t, longest=10) for t in (1, 8, 16, 24, 80, 1000)]
+    [1, 1, 2, 3, 10, 10]
+    """
+    if isinstance(t, int):
+        return min(max(t // 8, 1), longest)
+    return _namespace(t).clip(t // 8, 1, longest)
+
+
+def learns(side: int, t: Any, every: Any) -> Any:
     """Tell whether a side's factor learns from the gradient of step t: at every so-many-th, the sides in turn.
 
     >>> [[t for t in range(1, 9) if learns(side, t, every=4)] for side in (0, 1)]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from adabayes.eigenbasis import Bases, basis_of, factor, learns, refreshed, rotate, spread
+from adabayes.eigenbasis import Bases, basis_of, factor, interval, learns, refreshed, rotate, spread
 from adabayes.optax._adabayes_fp import Settled
 from adabayes.optax._chain import chain
 from adabayes.optax._leaves import Leaves, real_shape, wide_real
@@ -63,7 +63,7 @@ def scale_by_adabayes_k(
     b1, b2 = plain(b1), plain(b2)
     check("b1", b1, 0, 1)
     check("b2", b2, 0, 1)
-    every = check_whole("learn_every", LEARN_EVERY if learn_every is None else learn_every)
+    longest = check_whole("learn_every", LEARN_EVERY if learn_every is None else learn_every)
     period = check_whole("refresh", REFRESH if refresh is None else refresh)
     size = check_whole("max_size", MAX_SIZE if max_size is None else max_size)
     leaves = Leaves(mu_dtype, state_dtype, seed)
@@ -82,6 +82,8 @@ def scale_by_adabayes_k(
     ) -> tuple[optax.Updates, ScaleByAdaBayesKState]:
         count, base_lr = optax.safe_increment(state.count), state.rates.lr
         c = Settled(b1, b2, rates.ratio(base_lr), count, cautious, centred)
+        every, pause = interval(count, longest), interval(count, period)
+        decay = jnp.asarray(b2**every, float)
 
         def leaf(
             g: jax.Array, mu: jax.Array, nu: jax.Array, factors: Sides, bases: Sides, slot: int
@@ -91,14 +93,14 @@ def scale_by_adabayes_k(
                 return *c.step(g, mu, nu), factors, bases, slot
             g, mu, nu = (whole(x).reshape(_matrix(x.shape)) for x in given)
             factors = tuple(  # sides are torch's the other way round
-                _when((count == 1) | learns(1 - side, count, every), _follower(side, b2**every), (f,), g)[0]
+                _when(learns(1 - side, count, every), _follower(side), (f,), g, decay)[0]
                 for f, side in zip(factors, rotated)
             )
             (bases,) = _when(count == 1, _first_of(rotated), (bases,), g)
             turn = _by_side(bases, rotated)
             move, mean, square = c.step(rotate(g, turn), mu, nu)
             move = rotate(move, turn, back=True)
-            due = (count > 1) & (count % period == slot)
+            due = (count > 1) & ((count - slot) % pause == 0)
             mean, square, factors, bases = _when(due, _refresher(rotated), (mean, square, factors, bases))
             shaped = (split_like(x.reshape(like.shape), like) for x, like in zip((move, mean, square), given))
             return *shaped, factors, bases, slot
@@ -152,7 +154,7 @@ def adabayes_k(
         learn_every: steps from one gradient that a covariance learns from to the next. None: 2. It decides what is
             compiled, as ``refresh`` and ``max_size`` do: with ``inject_hyperparams``, leave them out or name them in
             ``static_args``.
-        refresh: steps from one update of a basis to the next. None: 10.
+        refresh: steps from one update of a basis to the next, from step 8 ``refresh`` on. None: 10.
         max_size: largest side that is rotated. None: 2048. A matrix takes 2 (m² + n²) numbers of state beside the 2 mn
             of ``optax.adamw``.
         cautious: move only in directions whose averaged gradient has the sign of the newest one.
@@ -211,10 +213,10 @@ def _by_side(squares: Sides, rotated: tuple[int, ...]) -> Bases:
     return found.get(0), found.get(1)
 
 
-def _follower(side: int, decay: Scalar) -> Callable[[jax.Array, jax.Array], Sides]:
+def _follower(side: int) -> Callable[..., Sides]:
     """Return a function that lets a factor follow a gradient: A = decay A + (1 - decay) G G^T."""
 
-    def follow(covariance: jax.Array, g: jax.Array) -> Sides:
+    def follow(covariance: jax.Array, g: jax.Array, decay: jax.Array) -> Sides:
         number = caster(covariance.dtype)
         return (number(decay) * covariance + number(1 - decay) * factor(g.astype(covariance.dtype), side),)
 

@@ -19,6 +19,7 @@ from adabayes.eigenbasis import (
     cut,
     factor,
     from_blocks,
+    interval,
     learns,
     refreshed,
     rotate,
@@ -77,7 +78,8 @@ class AdaBayesK(AdaBayesFP):
 
     :math:`A` and :math:`C` learn from every ``learn_every``-th gradient, in turn, with :math:`\beta_2` to that power.
     Every ``refresh`` steps, at a step of its own for each matrix, :math:`Q_A \leftarrow \text{qr}(A Q_A)` and likewise
-    :math:`Q_C`; both averages, which are kept in the eigenbasis, go with them.
+    :math:`Q_C`; both averages, which are kept in the eigenbasis, go with them. In the beginning both happen more often,
+    after an eighth of the steps so far, because :math:`A` and :math:`C` are averages of few gradients then.
 
     ``lr_sgd`` to infinity is SOAP, the full-matrix root-mean-square normaliser; ``lr`` to infinity is SGD. Where a
     direction has not been seen yet, SOAP would divide noise by noise and so skips its first step; here ``lr_sgd``
@@ -95,7 +97,7 @@ class AdaBayesK(AdaBayesFP):
         betas: decay of the averaged gradient, and of its averaged square and covariances.
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
         learn_every: steps from one gradient that a covariance learns from to the next. 1: from all, as SOAP's do.
-        refresh: steps from one update of a basis to the next.
+        refresh: steps from one update of a basis to the next, from step 8 ``refresh`` on.
         block_size: largest side of a block. It bounds what a weight costs: 4 numbers of state beside AdamW's 2, and
             about 10 ``block_size`` operations in a step, if its block is a whole one. A layer's width is a good choice.
         max_size: largest side that is rotated.
@@ -245,9 +247,9 @@ class AdaBayesK(AdaBayesFP):
 
     def _due(self, indices: Sequence[int], ranges: Sequence[tuple[int, int]], refresh: int, t: int) -> list[int]:
         """Return which blocks are refreshed at this step, of parameters that have these ranges of them here."""
-        first, due = 0, list[int]()
+        first, due, every = 0, list[int](), interval(t, refresh)
         for index, (begin, end) in zip(indices, ranges):
-            due += range(first + (t - self._slots[1][index] - begin) % refresh, first + end - begin, refresh)
+            due += range(first + (t - self._slots[1][index] - begin) % every, first + end - begin, every)
             first += end - begin
         return due
 
@@ -389,7 +391,7 @@ def _bases(g: Tensor, state: dict[str, Tensor], c: _Numbers, t: Scalar, shared: 
     if t == 1:
         for side in _sides(state):
             covariance = state[f"factor_{side}"]
-            _follow_(covariance, g, side, c)
+            _follow_(covariance, g, side, c.beta2)
             state[f"basis_{side}"].copy_(_map(_made, {"basis": covariance}, shared)["basis"])
     return state.get("basis_0"), state.get("basis_1")
 
@@ -400,16 +402,18 @@ def _learn_(
     """Let the factors follow the gradient, and refresh the bases that are due."""
     if t == 1:  # the first bases have been made of the first gradient
         return
+    step = int(as_float(t))
+    every = interval(step, c.learn_every)
     for side in _sides(state):
-        if learns(side, int(as_float(t)), c.learn_every):
-            _follow_(state[f"factor_{side}"], g, side, c)
+        if learns(side, step, every):
+            _follow_(state[f"factor_{side}"], g, side, c.beta2**every)
     if due:
         _refresh_(state, due, shared)
 
 
-def _follow_(covariance: Tensor, g: Tensor, side: int, c: _Numbers) -> None:
-    """Let factors follow their gradients, A = beta2 A + (1 - beta2) G G^T, with beta2 as of ``learn_every`` steps."""
-    x, decay = g.mT if side else g, c.beta2**c.learn_every
+def _follow_(covariance: Tensor, g: Tensor, side: int, decay: float) -> None:
+    """Let factors follow their gradients, A = decay A + (1 - decay) G G^T."""
+    x = g.mT if side else g
     covariance.baddbmm_(x, x.mT, beta=decay, alpha=1 - decay)
 
 
