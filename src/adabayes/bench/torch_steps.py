@@ -87,8 +87,17 @@ def steps(workload: Workload, names: Sequence[str]) -> dict[str, Step]:
         if workload.saved:
             take()
             optimizer.state_dict()
+        if isinstance(optimizer, AdaBayesK):
+            take()
+            skip_beginning(optimizer)
         made[name] = Step(take, partial(state_bytes, optimizer))
     return made
+
+
+def skip_beginning(optimizer: AdaBayesK) -> None:
+    """Count the steps of an optimizer as if it were past those in which bases are refreshed more often."""
+    for state in optimizer.state.values():
+        state["step"].fill_(8 * optimizer.defaults["refresh"])
 
 
 def roof(weights: int) -> Callable[[], None] | None:

@@ -108,7 +108,7 @@ def epoch_seconds(spec: Spec, data: Data) -> float:
 def step_seconds(specs: Sequence[Spec], data: Data) -> dict[str, float]:
     """Measure the seconds of a training step with each optimizer, on one thread.
 
-    All take turns, several times, and the best counts; ten steps at a time, to include what is done once in ten steps.
+    All take turns, several times, and the best counts; ten steps at a time, to include what is done once in so many.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
