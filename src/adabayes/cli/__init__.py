@@ -53,7 +53,7 @@ def _run(arguments: Sequence[str]) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="adabayes", description="Tools for optimizers between SGD and AdamW.")
+    parser = Parser(prog="adabayes", description="Compares, times and checks the AdaBayes optimizers.")
     parser.add_argument("--version", action="version", version=f"adabayes {__version__}")
     commands = add_commands(parser)
     doctor.add(commands)

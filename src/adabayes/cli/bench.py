@@ -23,7 +23,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         help="library whose optimizers are timed (default: torch)",
     )
     parser.add_argument("--matrix", action="store_true", help="AdaBayes-K and its rivals: a few minutes")
-    parser.add_argument("--threads", type=int, help="number of threads (default: torch's)")
+    parser.add_argument("--threads", type=int, help="number of threads, not with --backend jax (default: torch's)")
     parser.add_argument(
         "--workload", action="append", metavar="NAME", help=f"one of {', '.join(WORKLOADS)}; may be repeated"
     )
@@ -33,7 +33,9 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="NAME",
         help="a name from the table; may be repeated; fused AdamW is always included",
     )
-    parser.add_argument("--repeats", type=int, help="timed steps of each optimizer (default: 30; with --quick 10)")
+    parser.add_argument(
+        "--repeats", type=int, help="timed steps of each optimizer (default: 30; 10 with --quick, 20 with --matrix)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios to FILE (needs matplotlib)")
     parser.set_defaults(run=lambda args: _run(parser, args))

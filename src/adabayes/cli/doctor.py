@@ -27,7 +27,8 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         help="check the installation",
         description="Prints versions, whether the fused kernels were built, which instructions they use, and which "
         "extras are installed. With --gpu, checks the fused step on the GPU: its bits against the CPU's, a step's time "
-        "against torch's AdamW, a CUDA graph and a GradScaler; without a GPU, what needs none. Takes a minute or two.",
+        "against torch's AdamW, a CUDA graph and a GradScaler; without a GPU, what needs none. That takes a minute or "
+        "two.",
     )
     parser.add_argument("--gpu", action="store_true", help="check the fused step on the GPU, and print what to report")
     parser.set_defaults(run=lambda args: _check_gpu() if args.gpu else print(diagnosis()))

@@ -247,7 +247,9 @@ does nothing else.""",
         action="store_true",
         help="time steps again for the records in --from, or --out; train nothing",
     )
-    parser.add_argument("--out", type=Path, default=Path("out/suite"), metavar="DIR", help="(default: out/suite)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/suite"), metavar="DIR", help="where to write (default: out/suite)"
+    )
     _add_data_folder(parser)
 
 

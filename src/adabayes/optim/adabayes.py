@@ -57,7 +57,7 @@ class AdaBayes(TwoRateOptimizer):
     .. math::
         \begin{aligned}
         \text{prior} &= \text{gain}_{t-1} + (q - f \cdot \text{gain}_{t-1}) && \text{the optimum may have moved} \\
-        \text{gain}_t &= \text{prior} / (1 + \text{prior} \cdot B g_t^2) && \text{the gradient tells where} \\
+        \text{gain}_t &= \text{prior} / (1 + \text{prior} \cdot B g_t^2) && \text{the gradient shows where} \\
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t \\
         \theta_t &= (1 - \eta \lambda) \theta_{t-1} - \text{gain}_t \, m_t / (1 - \beta_1^t)
         \end{aligned}

@@ -96,7 +96,8 @@ class AdaBayesK(AdaBayesFP):
         lr_sgd: the highest learning rate that a direction can get, in units of the averaged gradient. None: 1e5 ``lr``.
         betas: decay of the averaged gradient, and of its averaged square and covariances.
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
-        learn_every: steps from one gradient that a covariance learns from to the next. 1: from all, as SOAP's do.
+        learn_every: steps from one gradient that a covariance learns from to the next, from step 8 ``learn_every``
+            on. 1: it learns from all, as SOAP's do.
         refresh: steps from one update of a basis to the next, from step 8 ``refresh`` on.
         block_size: largest side of a block. It bounds what a weight costs: 4 numbers of state beside AdamW's 2, and
             about 10 ``block_size`` operations in a step, if its block is a whole one. A layer's width is a good choice.
@@ -422,7 +423,7 @@ def _refresh_(state: dict[str, Tensor], due: list[int], shared: SharedWork | Non
     places = torch.tensor(due, device=state["exp_avg"].device)
     chosen = {name: x[places] for name, x in state.items()}
     for side in _sides(state):
-        chosen[f"factor_{side}"].nan_to_num_(0.0, 0.0, 0.0)  # what has overflown begins again
+        chosen[f"factor_{side}"].nan_to_num_(0.0, 0.0, 0.0)  # what has overflowed begins again
     for name, x in (chosen | _map(_refreshed, chosen, shared)).items():
         state[name][places] = x
 
