@@ -18,9 +18,9 @@ test: $(READY) browser  ## everything that must hold, in 13 minutes on 2 cores
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile  # threads that spin would get in each other's way
 
-evidence-page: $(READY)  ## the page of the records in evidence/ and the docs' figure, without training: build/evidence/index.html
+evidence-page: $(READY)  ## the page of the records in evidence/ and the docs' figures, without training: build/evidence/index.html
 	$(BIN)/adabayes suite --from evidence --out build/evidence
-	cp build/evidence/evidence.png docs/images/
+	cp build/evidence/evidence.png build/evidence/summary.png docs/images/
 
 docs: $(READY)  ## the site: build/docs/index.html
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs

@@ -372,5 +372,18 @@ def test_the_figure_has_a_panel_for_each_workload_and_a_row_for_each_optimizer(t
     without = replace(record(), finals=[run for run in record().finals if run.optimizer != "adamw"])
     assert len(suite_figure.draw([without]).axes) == 2
     files = suite_figure.write([record()], tmp_path)
-    assert [file.suffix for file in files] == [".svg", ".png"]
+    assert [file.name for file in files] == ["summary.svg", "summary.png", "evidence.svg", "evidence.png"]
     assert all(file.stat().st_size > 1000 for file in files)
+
+
+def test_the_summary_has_the_curves_of_two_workloads_and_the_profile_of_all() -> None:
+    records = [record("one"), record("text"), record("two")]
+    *panels, last = suite_figure.draw_summary(records).axes
+    assert [ax.get_title() for ax in panels] == ["text", "one"]
+    assert last.get_title() == "3 workloads"
+    drawn = {line.get_label(): np.asarray(line.get_xydata()).tolist() for line in last.lines}
+    assert drawn == {
+        "adamw": [[1.0, 0.0], [2.0, 1.0], [4.0, 1.0]],  # twice the steps of the fastest, on all of them
+        "fast": [[1.0, 0.0], [1.0, 1.0], [4.0, 1.0]],
+        "never": [[1.0, 0.0], [4.0, 0.0]],
+    }

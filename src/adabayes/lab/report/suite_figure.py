@@ -1,11 +1,13 @@
-"""The figure of the suite for documents: curves of each workload, and the training needed to reach AdamW's loss."""
+"""The figures of the suite for documents: curves of workloads, and the training needed to reach AdamW's loss."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
@@ -14,16 +16,43 @@ from adabayes.lab.report import suite_page
 from adabayes.lab.report.figures import DASHES, TEXT, print_style, save
 from adabayes.lab.suite import Record
 
-__all__ = ["draw", "write"]
+__all__ = ["draw", "draw_summary", "write"]
 
 _COLUMNS = 3
+_IN_SUMMARY = ("text", "cifar10-mini")  # a transformer and a convolutional network
 
 
 def write(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Draw ``evidence`` in a folder, as SVG and PNG, and return the files."""
+    """Draw ``summary`` and ``evidence`` in a folder, as SVG and PNG, and return the files."""
     folder.mkdir(parents=True, exist_ok=True)
+    figures = {"summary": draw_summary, "evidence": draw}
     with print_style():
-        return save(draw(records), folder / "evidence", ("svg", "png"))
+        return [file for name, make in figures.items() for file in save(make(records), folder / name, ("svg", "png"))]
+
+
+def draw_summary(records: Sequence[Record]) -> Figure:
+    """Draw the curves of two workloads and the performance profile of all of them."""
+    content = suite_page.content(records)
+    found = list(zip(records, content["workloads"]))
+    chosen = sorted(found, key=lambda pair: pair[0].name not in _IN_SUMMARY)[:2]
+    figure = Figure(figsize=(TEXT, 2.3))
+    *panels, last = figure.subplots(1, len(chosen) + 1)
+    for ax, (record, workload) in zip(panels, chosen):
+        _draw_curves(ax, record, workload, content["optimizers"])
+        ax.set_xlabel("steps")
+    panels[0].set_ylabel("validation loss")
+    largest = 4.0
+    for o in content["optimizers"]:
+        points = [(1.0, 0.0), *((factor, share) for factor, share in content["profiles"]["steps"].get(o["name"], []))]
+        factors, shares = zip(*points, (largest, points[-1][1]))
+        last.step(factors, shares, where="post", color=o["light"], ls=DASHES[o["dash"]], lw=_width(o), label=o["label"])
+    last.set(title=f"{len(records)} workloads", xlabel="steps to AdamW's loss / the fewest", xscale="log")
+    last.set(xlim=(1, largest), ylim=(0, 1.03), ylabel="share of workloads")
+    last.set_xticks([1, 2, 4], ["1", "2", "4"])
+    last.xaxis.set_minor_formatter(NullFormatter())
+    handles = last.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=8, fontsize=7, handlelength=1.6, columnspacing=1.2)
+    return figure
 
 
 def draw(records: Sequence[Record]) -> Figure:
@@ -35,17 +64,7 @@ def draw(records: Sequence[Record]) -> Figure:
     for ax in figure.axes[len(records) + 1 :]:
         ax.remove()
     for ax, record, workload in zip(panels, records, content["workloads"]):
-        for o in content["optimizers"]:
-            if curve := workload["curves"].get(o["name"]):
-                width = 1.8 if o["name"] == "adabayes-k" else 0.9
-                ax.plot(curve["steps"], curve["loss"], color=o["light"], ls=DASHES[o["dash"]], lw=width)
-        if workload["target"] is not None:  # there is none without AdamW
-            ax.axhline(workload["target"], color="0.5", lw=0.6, ls=":")
-        ax.set(title=workload["name"], yscale="log", ylim=[10**at for at in workload["range"]])
-        ax.set_xlim(0, record.steps or 1)
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter(FormatStrFormatter("%g"))
-        ax.yaxis.set_minor_formatter(NullFormatter())
+        _draw_curves(ax, record, workload, content["optimizers"])
     for ax in panels[-_COLUMNS:]:
         ax.set_xlabel("steps")
     for ax in panels[::_COLUMNS]:
@@ -63,3 +82,20 @@ def draw(records: Sequence[Record]) -> Figure:
         label.set_color(o["light"])
     last.invert_yaxis()
     return figure
+
+
+def _draw_curves(ax: Axes, record: Record, workload: dict[str, Any], optimizers: Sequence[dict[str, Any]]) -> None:
+    for o in optimizers:
+        if curve := workload["curves"].get(o["name"]):
+            ax.plot(curve["steps"], curve["loss"], color=o["light"], ls=DASHES[o["dash"]], lw=_width(o))
+    if workload["target"] is not None:  # there is none without AdamW
+        ax.axhline(workload["target"], color="0.5", lw=0.6, ls=":")
+    ax.set(title=workload["name"], yscale="log", ylim=[10**at for at in workload["range"]])
+    ax.set_xlim(0, record.steps or 1)
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _width(optimizer: dict[str, Any]) -> float:
+    return 1.8 if optimizer["name"] == "adabayes-k" else 0.9
