@@ -187,7 +187,7 @@ def interval(t: Any, longest: int) -> Any:
     [1, 1, 2, 3, 10, 10]
     """
     if isinstance(t, int):
-        return min(max(t // 8, 1), longest)
+        return min(max(t // 8, 1), int(longest))
     return _namespace(t).clip(t // 8, 1, longest)
 
 
