@@ -4,7 +4,7 @@
 
 The lab's character transformer (0.8 M weights), windows of 128 characters. Each optimizer has a network of its own;
 they take their steps in turn, in random order. The mean over the steps counts, in which each basis is refreshed twice,
-as from step 80 on; before, AdaBayes-K refreshes them more often.
+as from step 128 on; before, AdaBayes-K refreshes them more often.
 """
 
 from __future__ import annotations

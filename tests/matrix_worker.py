@@ -105,6 +105,27 @@ def trains_as_whole(*shape: int, placements: Sequence[Any], **options: Any) -> N
     pair.assert_equal()
 
 
+def a_copy_goes_on() -> None:
+    pair = Pair(mesh(), [Shard(0)], block_size=4)
+    pair.train(3)
+    pair.params, pair.optimizers = copy.deepcopy((pair.params, pair.optimizers))
+    pair.train(3)
+    pair.assert_equal()
+
+
+def it_goes_on_from_sharded_adamw() -> None:
+    """With blocks whose rows do not divide by the processes."""
+    pair = Pair(mesh(), [Shard(0)], block_size=4)
+    own = pair.optimizers
+    pair.optimizers = tuple(torch.optim.AdamW(params) for params in pair.params)
+    pair.train(2)
+    for optimizer, adamw in zip(own, pair.optimizers):
+        optimizer.load_state_dict(optimizer.from_adamw(adamw.state_dict()))
+    pair.optimizers = own
+    pair.train(2)
+    pair.assert_equal()
+
+
 def factors_have_one_owner_each() -> None:
     pair = Pair(mesh(), [Shard(0)], block_size=4)
     pair.train(1)
@@ -236,7 +257,7 @@ def fsdp_of_tensor_parallel() -> None:
 
 def zero() -> None:
     """With every basis refreshed at each step: those that are due depend on which parameters an optimizer has."""
-    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "block_size": 4, "learn_every": 1, "refresh": 1}
+    options: dict[str, Any] = {"lr": 0.005, "weight_decay": 0.1, "block_size": 4, "learn_every": 1, "refresh": 1}
     alone = network(make)
     train(alone, AdaBayesK(alone.parameters(), **options), whole=True)
     net = DistributedDataParallel(network(make))
@@ -319,6 +340,8 @@ def cases(world: int) -> dict[str, Callable[[], None]]:
         sharded("shard_0_x_shard_1", 2, 2, placements=[Shard(0), Shard(1)], block_size=4)
         sharded("shard_1_x_replicate", 2, 2, placements=[Shard(1), Replicate()])
     plain = [
+        a_copy_goes_on,
+        it_goes_on_from_sharded_adamw,
         factors_have_one_owner_each,
         work_is_balanced,
         shards_of_whole_rows_of_blocks_are_not_sent,

@@ -377,7 +377,7 @@ def test_the_plan_counts_the_operations_of_a_step() -> None:
     def in_place(_: Any, a: Any, b: Any, *args: Any, **options: Any) -> int:
         return int(2 * math.prod(a) * b[-1])  # which torch does not count
 
-    for _ in range(23):  # bases are made, and refreshed more often at first
+    for _ in range(32):  # bases are made, and refreshed more often at first
         step()
     mapping = {torch.ops.aten.baddbmm_: in_place}
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter, patch.object(torch.linalg, "qr", counting):

@@ -30,6 +30,7 @@ __all__ = [
     "from_blocks",
     "interval",
     "learns",
+    "least_share",
     "refreshed",
     "rotate",
     "sorted_by",
@@ -72,7 +73,7 @@ class Blocks(NamedTuple):
         return (self.m, self.n)[side]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)
 def cut(shape: tuple[int, ...], block_size: int, max_size: int) -> Blocks | None:
     """Return the blocks of a parameter of this shape; None if nothing of it is rotated, as of vectors and numbers.
 
@@ -139,11 +140,12 @@ def rotate(x: Array, bases: Bases, back: bool = False) -> Array:
 
 def basis_of(factor: Array) -> Array:
     """The eigenvectors of a factor, those of the largest eigenvalues first."""
-    size = (factor * factor).sum((-2, -1), keepdims=True) ** 0.5
-    scaled = factor / (size + (size == 0))
-    # A gradient of nan makes the weights nan, as with any optimizer; it is not to be an error here.
     library = _namespace(factor)
-    return library.linalg.eigh(library.where(scaled * 0 == 0, -scaled, 0.0))[1]
+    scaled = _scaled(factor)
+    # A gradient of nan makes the weights nan, as with any optimizer; it is not to be an error here.
+    finite = library.where(scaled * 0 == 0, -scaled, 0.0)
+    # LAPACK in fp32 may not converge where most rows are zero; a multiple of the identity does not change eigenvectors.
+    return library.linalg.eigh(finite - 1e-6 * _identity(factor))[1]
 
 
 def refreshed(factor: Array, basis: Array) -> tuple[Array, Array]:
@@ -152,9 +154,20 @@ def refreshed(factor: Array, basis: Array) -> tuple[Array, Array]:
     Columns are sorted by their Rayleigh quotients :math:`q^T A q`, largest first: so the iteration converges to
     eigenvectors, not only to the spaces that they span.
     """
-    product = factor @ basis
+    product = _scaled(factor) @ basis
     order = (-(basis * product).sum(-2)).argsort(-1)
     return _namespace(factor).linalg.qr(sorted_by(product, order, 1))[0], order
+
+
+def _identity(factor: Array) -> Array:
+    place = {} if hasattr(factor, "__array_namespace__") else {"device": factor.device}  # of JAX's tracers, not known
+    return _namespace(factor).eye(factor.shape[-1], dtype=factor.dtype, **place)
+
+
+def _scaled(factor: Array) -> Array:
+    """Divide each factor by its largest entry, so that nothing that is computed with it overflows."""
+    largest = _namespace(factor).amax(abs(factor), (-2, -1), keepdims=True)
+    return factor / (largest + (largest == 0))
 
 
 def sorted_by(x: Array, order: Array, side: int) -> Array:
@@ -175,20 +188,38 @@ def carried(squares: Array, turns: Bases) -> Array:
     return rotate(squares, (left, right))
 
 
+def least_share(beta1: Any, beta2: Any) -> Any:
+    r"""The least that an average of squares can be, as a share of the squared average of the same numbers.
+
+    .. math:: V \ge \frac{(1 - \beta_2)(\beta_2 - \beta_1^2)}{(1 - \beta_1)^2 \beta_2} M^2
+
+    That is Cauchy and Schwarz's inequality. A basis that turns far, as in directions that were not seen before, breaks
+    it: there, the squares are those of other directions. Steps would then be as large as ``lr_sgd`` permits.
+
+    >>> round(least_share(0.9, 0.99), 3)
+    0.182
+    """
+    room = beta2 - beta1**2
+    return (1 - beta2) * room * (room > 0) / ((1 - beta1) ** 2 * (beta2 + (beta2 == 0)))
+
+
 # The schedule
 
 
 def interval(t: Any, longest: int) -> Any:
     """Return the steps from one update to the next at step t: an eighth of the steps so far, at most ``longest``.
 
-    An average over few gradients changes with each of them, and with it its eigenvectors; later, it changes slowly.
+    An average over few gradients changes with each of them, and with it its eigenvectors; later, it changes slowly. The
+    eighth is rounded down to a power of two, so that each interval lasts for eight of them, and all have their turn.
 
-    >>> [interval(t, longest=10) for t in (1, 8, 16, 24, 80, 1000)]
-    [1, 1, 2, 3, 10, 10]
+    >>> [interval(t, longest=10) for t in (1, 8, 16, 31, 32, 64, 128, 1000)]
+    [1, 1, 2, 2, 4, 8, 10, 10]
     """
-    if isinstance(t, int):
-        return min(max(t // 8, 1), int(longest))
-    return _namespace(t).clip(t // 8, 1, longest)
+    eighth = t // 8 | 1
+    for places in (1, 2, 4, 8, 16):  # all bits below the highest one
+        eighth = eighth | eighth >> places
+    power = (eighth + 1) // 2
+    return min(power, longest) if isinstance(t, int) else _namespace(t).minimum(power, longest)
 
 
 def learns(side: int, t: Any, every: Any) -> Any:

@@ -64,7 +64,7 @@ def _begun(name: str, state: Any) -> Any:
     """Return the state of AdaBayes-K as if it were past the steps in which bases are refreshed more often."""
     if not name.startswith("AdaBayes-K"):
         return state
-    return optax.tree_utils.tree_set(state, count=jnp.asarray(80, jnp.int32))
+    return optax.tree_utils.tree_set(state, count=jnp.asarray(160, jnp.int32))
 
 
 def _step(optimizer: Any, params: Any, state: Any, grads: Any) -> Step:

@@ -97,7 +97,7 @@ def steps(workload: Workload, names: Sequence[str]) -> dict[str, Step]:
 def skip_beginning(optimizer: AdaBayesK) -> None:
     """Count the steps of an optimizer as if it were past those in which bases are refreshed more often."""
     for state in optimizer.state.values():
-        state["step"].fill_(8 * optimizer.defaults["refresh"])
+        state["step"].fill_(16 * optimizer.defaults["refresh"])
 
 
 def roof(weights: int) -> Callable[[], None] | None:

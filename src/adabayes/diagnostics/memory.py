@@ -27,7 +27,7 @@ class MemoryPlan:
         moved: bytes that a step reads and writes.
         sent: bytes that a step sends to other devices, beside what FSDP2 sends.
         rotations: operations of a step, for rotations and factors.
-        refreshes: operations of refreshes, as an average over steps after the first 8 ``refresh``.
+        refreshes: operations of refreshes, as an average over steps, but for those of the beginning.
     """
 
     parameters: float

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from adabayes.eigenbasis import Bases, basis_of, factor, interval, learns, refreshed, rotate, spread
+from adabayes.eigenbasis import Bases, basis_of, factor, interval, learns, least_share, refreshed, rotate, spread
 from adabayes.optax._adabayes_fp import Settled
 from adabayes.optax._chain import chain
 from adabayes.optax._leaves import Leaves, real_shape, wide_real
@@ -83,7 +83,7 @@ def scale_by_adabayes_k(
         count, base_lr = optax.safe_increment(state.count), state.rates.lr
         c = Settled(b1, b2, rates.ratio(base_lr), count, cautious, centred)
         every, pause = interval(count, longest), interval(count, period)
-        decay = jnp.asarray(b2**every, float)
+        decay, least = jnp.asarray(b2**every, float), jnp.asarray(0.0 if centred else least_share(b1, b2), float)
 
         def leaf(
             g: jax.Array, mu: jax.Array, nu: jax.Array, factors: Sides, bases: Sides, slot: int
@@ -101,7 +101,7 @@ def scale_by_adabayes_k(
             move, mean, square = c.step(rotate(g, turn), mu, nu)
             move = rotate(move, turn, back=True)
             due = (count > 1) & ((count - slot) % pause == 0)
-            mean, square, factors, bases = _when(due, _refresher(rotated), (mean, square, factors, bases))
+            mean, square, factors, bases = _when(due, _refresher(rotated), (mean, square, factors, bases), least)
             shaped = (split_like(x.reshape(like.shape), like) for x, like in zip((move, mean, square), given))
             return *shaped, factors, bases, slot
 
@@ -154,7 +154,7 @@ def adabayes_k(
         learn_every: steps from one gradient that a covariance learns from to the next. None: 2. It decides what is
             compiled, as ``refresh`` and ``max_size`` do: with ``inject_hyperparams``, leave them out or name them in
             ``static_args``.
-        refresh: steps from one update of a basis to the next, from step 8 ``refresh`` on. None: 10.
+        refresh: steps from one update of a basis to the next; in the beginning less. None: 10.
         max_size: largest side that is rotated. None: 2048. A matrix takes 2 (m² + n²) numbers of state beside the 2 mn
             of ``optax.adamw``.
         cautious: move only in directions whose averaged gradient has the sign of the newest one.
@@ -231,7 +231,7 @@ def _first_of(rotated: tuple[int, ...]) -> Callable[..., tuple[Sides]]:
 def _refresher(rotated: tuple[int, ...]) -> Callable[..., Any]:
     """Return a function that refreshes the bases of one matrix; the averages go with them."""
 
-    def refresh(mean: jax.Array, square: jax.Array, factors: Sides, bases: Sides) -> Any:
+    def refresh(mean: jax.Array, square: jax.Array, factors: Sides, bases: Sides, least: jax.Array) -> Any:
         factors = tuple(jnp.nan_to_num(f, nan=0.0, posinf=0.0, neginf=0.0) for f in factors)  # begins again
         new = []
         for side, covariance, basis in zip(rotated, factors, bases):
@@ -239,7 +239,8 @@ def _refresher(rotated: tuple[int, ...]) -> Callable[..., Any]:
             square = jnp.take(square, order, axis=side)
             new.append(now)
         old, turned = (_by_side(tuple(q), rotated) for q in (bases, new))
-        return rotate(rotate(mean, old, back=True), turned), square, factors, tuple(new)
+        mean = rotate(rotate(mean, old, back=True), turned)
+        return mean, jnp.maximum(square, least.astype(square.dtype) * mean * mean), factors, tuple(new)
 
     return refresh
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["cat", "cat_", "is_aligned"]
+__all__ = ["cat", "cat_", "is_aligned", "put_back_"]
 
 _ALIGNMENT = 64
 
@@ -27,15 +27,32 @@ def cat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def cat_(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a view of tensors as one, after moving their memory together where it is not yet so."""
+    """Return a view of tensors as one, after moving their memory together where it is not yet so.
+
+    Where that would leave others behind, which would keep all of the old memory, it is a copy: see :func:`put_back_`.
+    """
     first = tensors[0]
     if len(tensors) == 1 and is_aligned(first):
         return first
     if not (_side_by_side(tensors) and is_aligned(first)):
         together = torch.cat(list(tensors))
+        if not _are_all(tensors):
+            return together
         for t, place in zip(tensors, together.split([len(t) for t in tensors])):
             t.set_(place)  # the same tensors, to all who hold them
     return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+
+
+def put_back_(tensors: Sequence[Tensor], together: Tensor) -> None:
+    """Copy the numbers of ``cat_(tensors)`` to the tensors, if it was a copy."""
+    if together.untyped_storage().data_ptr() != tensors[0].untyped_storage().data_ptr():
+        torch._foreach_copy_(list(tensors), list(together.split([len(t) for t in tensors])))
+
+
+def _are_all(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether these are all the tensors in the memory that they have."""
+    there = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(t.nbytes for t in tensors) >= sum(there.values())
 
 
 def _side_by_side(tensors: Sequence[Tensor]) -> bool:

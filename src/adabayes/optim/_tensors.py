@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Scalar", "as_float", "check_memory", "has_gaps", "local", "may_be_freed", "real_view"]
+__all__ = ["Scalar", "as_float", "check_memory", "has_gaps", "local", "may_be_freed", "real_view", "whole"]
 
 Scalar = float | Tensor  # a tensor while a graph is captured, compiled or differentiated
 
@@ -19,6 +19,11 @@ def as_float(value: Any) -> float:
 def local(t: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds: all of it, unless it is sharded."""
     return t.to_local() if hasattr(t, "to_local") else t
+
+
+def whole(t: Tensor) -> Tensor:
+    """Return all of a tensor, gathered from all processes if it is sharded."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
 def real_view(t: Tensor) -> Tensor:

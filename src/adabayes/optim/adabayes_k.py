@@ -21,19 +21,20 @@ from adabayes.eigenbasis import (
     from_blocks,
     interval,
     learns,
+    least_share,
     refreshed,
     rotate,
     sorted_by,
     spread,
     to_blocks,
 )
-from adabayes.optim._checks import check_range, explains_unknown
+from adabayes.optim._checks import check_range, explain, explains_unknown
 from adabayes.optim._engine import Batch, Group, Step
 from adabayes.optim._sharded import Owners, is_sharded, mesh_of, shard_like
 from adabayes.optim._shared import SharedWork
-from adabayes.optim._stack import cat, cat_
+from adabayes.optim._stack import cat, cat_, put_back_
 from adabayes.optim._state import Entry
-from adabayes.optim._tensors import Scalar, as_float, local, real_view
+from adabayes.optim._tensors import Scalar, as_float, local, real_view, whole
 from adabayes.optim.adabayes_fp import SETTLED, AdaBayesFP
 
 __all__ = ["AdaBayesK"]
@@ -79,7 +80,8 @@ class AdaBayesK(AdaBayesFP):
     :math:`A` and :math:`C` learn from every ``learn_every``-th gradient, in turn, with :math:`\beta_2` to that power.
     Every ``refresh`` steps, at a step of its own for each matrix, :math:`Q_A \leftarrow \text{qr}(A Q_A)` and likewise
     :math:`Q_C`; both averages, which are kept in the eigenbasis, go with them. In the beginning both happen more often,
-    after an eighth of the steps so far, because :math:`A` and :math:`C` are averages of few gradients then.
+    after an eighth of the steps so far, because :math:`A` and :math:`C` are averages of few gradients then. Where a basis
+    has turned far, :math:`V` is raised to the least that it can be, given :math:`M`.
 
     ``lr_sgd`` to infinity is SOAP, the full-matrix root-mean-square normaliser; ``lr`` to infinity is SGD. Where a
     direction has not been seen yet, SOAP would divide noise by noise and so skips its first step; here ``lr_sgd``
@@ -96,9 +98,9 @@ class AdaBayesK(AdaBayesFP):
         lr_sgd: the highest learning rate that a direction can get, in units of the averaged gradient. None: 1e5 ``lr``.
         betas: decay of the averaged gradient, and of its averaged square and covariances.
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
-        learn_every: steps from one gradient that a covariance learns from to the next, from step 8 ``learn_every``
-            on. 1: it learns from all, as SOAP's do.
-        refresh: steps from one update of a basis to the next, from step 8 ``refresh`` on.
+        learn_every: steps from one gradient that a covariance learns from to the next; in the beginning less. 1:
+            it learns from all, as SOAP's do.
+        refresh: steps from one update of a basis to the next; in the beginning less.
         block_size: largest side of a block. It bounds what a weight costs: 4 numbers of state beside AdamW's 2, and
             about 10 ``block_size`` operations in a step, if its block is a whole one. A layer's width is a good choice.
         max_size: largest side that is rotated.
@@ -188,8 +190,8 @@ class AdaBayesK(AdaBayesFP):
     def share_refreshes(self, process_group: Any) -> None:
         """Refresh bases together with other processes, which have the same parameters and gradients, as under DDP.
 
-        Each refreshes some of those that are due and sends them to all; weights stay the same to the bit. All
-        processes of the group must take the same steps from then on. None: each refreshes all of them.
+        Each refreshes some of those that are due and sends them to all; weights are the same in all processes, to the
+        bit. All of the group must take the same steps from then on. None: each refreshes all of them.
         """
         self._shared = None if process_group is None else SharedWork(process_group)
 
@@ -206,7 +208,7 @@ class AdaBayesK(AdaBayesFP):
         if blocks[0] is None:  # vectors and numbers
             return self._element_by_element(gradient, state, c, t)
         if sharded:
-            exchange = self._owners.exchange(sharded, blocks)
+            exchange = self._owners_for(sharded[0]).exchange(sharded, blocks)
             g, ranges = exchange.to_blocks(gradient.tensors), exchange.ranges
             step = self._step_of_blocks(g, gradient.indices, ranges, state, c, t)
             moves = step.numerator.tensors[0].mul(step.size)
@@ -230,14 +232,20 @@ class AdaBayesK(AdaBayesFP):
         """Return the step of blocks, one after the other, of parameters that have these ranges of them here."""
         if not len(g):
             return Step(Batch([g], True))
-        stacked = {name: cat_([x for x in entry.tensors if len(x)]) for name, entry in state.items()}
+        parts = {name: [x for x in entry.tensors if len(x)] for name, entry in state.items()}
+        stacked = {name: cat_(part) for name, part in parts.items()}
         shared = None if self._part else self._shared
         bases = _bases(g, stacked, c, t, shared)
         averages = {name: Batch([stacked[name]], True) for name in ("exp_avg", "exp_avg_sq")}
         step = self._element_by_element(Batch([rotate(g, bases)], True), averages, c, t)
         moves = rotate(step.quotient().tensors[0], bases, back=True)
         due = self._due(indices, ranges, c.refresh, int(as_float(t)))
-        learn = partial(_learn_, g, stacked, due, c, t, shared)
+
+        def learn() -> None:
+            _learn_(g, stacked, due, c, t, shared)
+            for name, part in parts.items():
+                put_back_(part, stacked[name])
+
         return Step(Batch([moves], True), size=step.size, after=learn)
 
     def _element_by_element(self, gradient: Batch, state: dict[str, Batch], c: _Numbers, t: Scalar) -> Step:
@@ -332,10 +340,12 @@ class AdaBayesK(AdaBayesFP):
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
+        explain(AdaBayesK, [name for name in ("capturable", "differentiable") if group[name]])
         for name in ("learn_every", "refresh", "block_size", "max_size"):
             check_range(name, group[name], least=1.0)
             if int(group[name]) != group[name]:
                 raise ValueError(f"Invalid {name}: {group[name]}. It must be a whole number.")
+            group[name] = int(group[name])
 
     def _betas_from(self, adamw: tuple[float, ...], group: Group) -> tuple[float, ...]:
         return (adamw[0], group["betas"][1])
@@ -349,7 +359,7 @@ class AdaBayesK(AdaBayesFP):
         blocks = _blocks(adamw["exp_avg"], group)
         if blocks is None:
             return {"step": adamw["step"], "exp_avg": mean, "exp_avg_sq": square}
-        mean, square = to_blocks(mean, blocks), to_blocks(square, blocks)
+        mean, square = (to_blocks(whole(x), blocks) for x in (mean, square))
         state = {"step": adamw["step"]}
         for side in blocks.sides:
             state[f"factor_{side}"] = (1 - own_beta2) * factor(mean / (1 - beta1**step), side)
@@ -409,7 +419,7 @@ def _learn_(
         if learns(side, step, every):
             _follow_(state[f"factor_{side}"], g, side, c.beta2**every)
     if due:
-        _refresh_(state, due, shared)
+        _refresh_(state, due, c, shared)
 
 
 def _follow_(covariance: Tensor, g: Tensor, side: int, decay: float) -> None:
@@ -418,17 +428,17 @@ def _follow_(covariance: Tensor, g: Tensor, side: int, decay: float) -> None:
     covariance.baddbmm_(x, x.mT, beta=decay, alpha=1 - decay)
 
 
-def _refresh_(state: dict[str, Tensor], due: list[int], shared: SharedWork | None) -> None:
+def _refresh_(state: dict[str, Tensor], due: list[int], c: _Numbers, shared: SharedWork | None) -> None:
     """Refresh the bases of some blocks; the averages go with them."""
     places = torch.tensor(due, device=state["exp_avg"].device)
     chosen = {name: x[places] for name, x in state.items()}
     for side in _sides(state):
         chosen[f"factor_{side}"].nan_to_num_(0.0, 0.0, 0.0)  # what has overflowed begins again
-    for name, x in (chosen | _map(_refreshed, chosen, shared)).items():
+    for name, x in (chosen | _map(partial(_refreshed, c=c), chosen, shared)).items():
         state[name][places] = x
 
 
-def _refreshed(blocks: dict[str, Tensor]) -> dict[str, Tensor]:
+def _refreshed(blocks: dict[str, Tensor], c: _Numbers) -> dict[str, Tensor]:
     """Return new bases of blocks, and the averages in them."""
     square = blocks["exp_avg_sq"]
     old, new = (blocks.get("basis_0"), blocks.get("basis_1")), {}
@@ -436,6 +446,8 @@ def _refreshed(blocks: dict[str, Tensor]) -> dict[str, Tensor]:
         new[f"basis_{side}"], order = refreshed(blocks[f"factor_{side}"], old[side])
         square = sorted_by(square, order, side)
     mean = rotate(rotate(blocks["exp_avg"], old, back=True), (new.get("basis_0"), new.get("basis_1")))
+    if not c.centred:
+        square = torch.maximum(square, least_share(c.beta1, c.beta2) * mean * mean)
     return {**new, "exp_avg": mean, "exp_avg_sq": square}
 
 
