@@ -71,7 +71,7 @@ class Pair:
         start = [self.draw(shape) for shape in SHAPES]
         self.params = [nn.Parameter(x) for x in start], [nn.Parameter(self.sharded(x)) for x in start]
         options = {"refresh": 2, "weight_decay": 0.1, **options}
-        self.optimizers = tuple(AdaBayesK(params, **options) for params in self.params)
+        self.optimizers: tuple[Any, ...] = tuple(AdaBayesK(params, **options) for params in self.params)
 
     def draw(self, shape: Sequence[int]) -> Tensor:
         dtype = torch.complex128 if self.dtype.is_complex else torch.float64

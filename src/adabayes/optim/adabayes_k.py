@@ -80,8 +80,8 @@ class AdaBayesK(AdaBayesFP):
     :math:`A` and :math:`C` learn from every ``learn_every``-th gradient, in turn, with :math:`\beta_2` to that power.
     Every ``refresh`` steps, at a step of its own for each matrix, :math:`Q_A \leftarrow \text{qr}(A Q_A)` and likewise
     :math:`Q_C`; both averages, which are kept in the eigenbasis, go with them. In the beginning both happen more often,
-    after an eighth of the steps so far, because :math:`A` and :math:`C` are averages of few gradients then. Where a basis
-    has turned far, :math:`V` is raised to the least that it can be, given :math:`M`.
+    after an eighth of the steps so far, because :math:`A` and :math:`C` are averages of few gradients then. Where a
+    basis has turned far, :math:`V` is raised to the least that it can be, given :math:`M`.
 
     ``lr_sgd`` to infinity is SOAP, the full-matrix root-mean-square normaliser; ``lr`` to infinity is SGD. Where a
     direction has not been seen yet, SOAP would divide noise by noise and so skips its first step; here ``lr_sgd``
