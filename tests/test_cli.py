@@ -98,6 +98,12 @@ def test_a_misspelt_command_is_an_error_that_names_the_commands_and_the_nearest(
     assert "did you mean" not in capsys.readouterr().err
 
 
+def test_a_list_without_names_is_an_error_and_does_not_mean_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["suite", "--workload", " , "])
+    assert "--workload: there is no name in it" in capsys.readouterr().err
+
+
 def test_that_nobody_reads_the_output_is_no_error() -> None:
     """As with ``adabayes doctor | true``."""
     read, write = os.pipe()

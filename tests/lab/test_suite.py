@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from rich.console import Console
 from scipy import stats
 
 from adabayes.cli import main
@@ -359,6 +361,14 @@ def test_a_comparison_is_summed_up_in_a_sentence(tmp_path: Path) -> None:
     assert suite.sentence(chosen, specs, tmp_path) == (
         "AdamW ends at the lowest loss, 1.1; AdaBayes-K is next with 1.5."
     )
+
+
+def test_labels_are_not_taken_for_markup() -> None:
+    odd = replace(record(), labels={**record().labels, "fast": "[bold]x[/x]"})
+    for table in suite_page.tables([odd]):
+        console = Console(record=True, file=io.StringIO())
+        console.print(table)
+        assert "[bold]x[/x]" in console.export_text()
 
 
 def test_the_figure_has_a_panel_for_each_workload_and_a_row_for_each_optimizer(tmp_path: Path) -> None:

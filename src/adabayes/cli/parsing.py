@@ -41,4 +41,7 @@ def add_commands(parser: Parser) -> argparse._SubParsersAction[Parser]:
 
 def names(text: str) -> tuple[str, ...]:
     """Split a list with commas."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    found = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not found:
+        raise argparse.ArgumentTypeError("there is no name in it; give some, A,B,..., or leave the option out")
+    return found

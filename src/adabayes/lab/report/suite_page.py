@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from adabayes.lab import suite
@@ -176,7 +177,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 def _table(records: Sequence[Record], clock: str) -> Table:
     labels = {name: label for record in records for name, label in record.labels.items() if name != REFERENCE}
-    heads = [re.sub("(?<=-)|(?<=Ada(?=B))| ", "\n", label) for label in labels.values()]  # narrow, to fit 80 columns
+    heads = [escape(re.sub("(?<=-)|(?<=Ada(?=B))| ", "\n", label)) for label in labels.values()]  # narrow
     grid = make_table(
         {"workload": "left", **dict.fromkeys(heads, "right")},
         f"{clock.capitalize()} to the loss of tuned AdamW, as a share of its own",
