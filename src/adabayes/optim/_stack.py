@@ -45,7 +45,8 @@ def cat_(tensors: Sequence[Tensor]) -> Tensor:
 
 def put_back_(tensors: Sequence[Tensor], together: Tensor) -> None:
     """Copy the numbers of ``cat_(tensors)`` to the tensors, if it was a copy."""
-    if together.untyped_storage().data_ptr() != tensors[0].untyped_storage().data_ptr():
+    first = tensors[0]
+    if together is not first and together.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
         torch._foreach_copy_(list(tensors), list(together.split([len(t) for t in tensors])))
 
 
