@@ -244,6 +244,18 @@ def test_steps_stay_small_where_gradients_are_sparse_or_spike(cautious: bool, fo
             assert (p.detach() - old).abs().max() < 0.01
 
 
+@pytest.mark.parametrize("at", [0, 20])
+def test_weights_stay_finite_after_a_gradient_whose_square_is_nearly_infinite(at: int, form: dict[str, Any]) -> None:
+    """Factors stay finite, but products with them would not."""
+    torch.manual_seed(0)
+    w = torch.zeros(64, 64)
+    optimizer = AdaBayesK([w], lr=1e-3, **form)
+    for t in range(40):
+        w.grad = torch.randn(64, 64) * (1.5e19 if t == at else 1.0)
+        optimizer.step()
+    assert w.isfinite().all()
+
+
 def test_first_gradients_with_few_rows_have_bases() -> None:
     """LAPACK's fp32 eigenvectors did not converge for one in ten of them."""
     for seed in range(20):
