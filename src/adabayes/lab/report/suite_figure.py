@@ -43,7 +43,7 @@ def draw_summary(records: Sequence[Record]) -> Figure:
     panels[0].set_ylabel("validation loss")
     largest = 4.0
     for o in content["optimizers"]:
-        points = [(1.0, 0.0), *((factor, share) for factor, share in content["profiles"]["steps"].get(o["name"], []))]
+        points = [(1.0, 0.0), *content["profiles"]["steps"].get(o["name"], [])]
         factors, shares = zip(*points, (largest, points[-1][1]))
         last.step(factors, shares, where="post", color=o["light"], ls=DASHES[o["dash"]], lw=_width(o), label=o["label"])
     last.set(title=f"{len(records)} workloads", xlabel="steps to AdamW's loss / the fewest", xscale="log")

@@ -177,7 +177,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 def _table(records: Sequence[Record], clock: str) -> Table:
     labels = {name: label for record in records for name, label in record.labels.items() if name != REFERENCE}
-    heads = [escape(re.sub("(?<=-)|(?<=Ada(?=B))| ", "\n", label)) for label in labels.values()]  # narrow
+    narrow = (re.sub("(?<=-)|(?<=Ada(?=B))| ", "\n", label) for label in labels.values())  # to fit 80 columns
+    heads = list(map(escape, narrow))
     grid = make_table(
         {"workload": "left", **dict.fromkeys(heads, "right")},
         f"{clock.capitalize()} to the loss of tuned AdamW, as a share of its own",
