@@ -119,7 +119,7 @@ def test_weights_without_gradient_count_as_sgd_like() -> None:
 def test_a_gain_that_has_underflown_is_not_a_weight_without_gradient(cls: type[AdaBayes], foreach: bool | None) -> None:
     """In fp32, the square of 1e20 is infinite and the gain 0: the weight rests, it does not move at lr_sgd."""
     w = torch.zeros(3)
-    optimizer = cls([w], LR, LR_SGD, foreach=foreach)
+    optimizer = cls([w], LR, LR_SGD, batch_size=10, foreach=foreach)
     steady(optimizer, [torch.tensor([1e20, 0.0, 0.1 * CROSSOVER])], steps=1)
     underflown, unstarted, usual = optimizer.relative_gain(w).tolist()
     assert (underflown, unstarted) == (0.0, 1.0)
@@ -191,7 +191,7 @@ def test_notebooks_show_tables_with_every_cell_and_no_markup_from_names() -> Non
 )
 def test_a_learning_rate_without_effect_is_told(gradient: float, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     w = torch.zeros(100)
-    optimizer = AdaBayes([w])
+    optimizer = AdaBayes([w], lr_sgd=0.1)
     steady(optimizer, [torch.logspace(-0.3, 0.3, 100) * gradient])
     report = regimes(optimizer)
     report.print()
@@ -352,6 +352,9 @@ def test_the_plan_for_matrices_in_numbers() -> None:
     assert matrix_memory_plan([(30, 20)], max_size=20).state == 4 * (2 * 600 + 2 * 20**2)
     assert matrix_memory_plan([(30, 20)], state_dtype=torch.bfloat16).state == 2 * 2 * 600 + 4 * 2 * (30**2 + 20**2)
     assert matrix_memory_plan([(30, 20), (10,)], max_size=19) == memory_plan(610)
+    for name in ("block_size", "max_size", "devices", "learn_every", "refresh"):
+        with pytest.raises(ValueError, match=f"Invalid {name}: 0. It must be at least 1"):
+            matrix_memory_plan([(30, 20)], **{name: 0})  # type: ignore[arg-type]
     assert matrix_memory_plan([(256, 384)]).state == 4 * 6 * 256 * 384  # whole blocks: 4 numbers beside AdamW's 2
 
 

@@ -172,6 +172,19 @@ def test_a_small_decay_shrinks_bf16_weights(cls: type[AdaBayes], form: dict[str,
 
 
 @CLASSES
+def test_weights_with_gaps_in_memory_round_as_without(cls: type[AdaBayes]) -> None:
+    """A view that takes every other number; no kernel serves it."""
+    together = torch.linspace(-1, 1, 12).reshape(4, 3).bfloat16()
+    apart = torch.zeros(4, 6, dtype=torch.bfloat16)[:, ::2].copy_(together)
+    for w in (together, apart):
+        optimizer = cls([w], lr=1e-2, foreach=True, stochastic_rounding=True)
+        for _ in range(5):
+            w.grad = torch.ones(4, 3, dtype=torch.bfloat16)
+            optimizer.step()
+    assert torch.equal(together, apart)
+
+
+@CLASSES
 @EACH_FORM
 def test_small_steps_arrive_in_bf16_weights(cls: type[AdaBayes], form: dict[str, Any]) -> None:
     """Steps of a tenth of the least change of a bf16 weight, against the same in fp32."""

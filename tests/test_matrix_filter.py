@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adabayes import AdaBayesFP, AdaBayesK, eigenbasis
 from adabayes.filtering import fixed_point
+from adabayes.optim import adabayes_k
 from tests.conftest import all_state
 
 F64 = torch.float64
@@ -377,23 +380,96 @@ def test_blocks_of_one_shape_lie_side_by_side_and_are_worked_on_together() -> No
     assert len(optimizer._parts(optimizer.param_groups[0])) == 1
 
 
-def test_forms_agree() -> None:
-    """Several matrices of a shape, matrices and convolutions that are cut, a vocabulary, vectors, a number."""
-    shapes = [(4, 3), (4, 3), (4, 3), (8, 3), (5, 2, 3, 3), (5, 4, 3, 3), (50, 3), (6,), (6,), ()]
+# Several matrices of a shape, matrices and convolutions that are cut, vocabularies, vectors, a number
+KINDS = [(4, 3), (4, 3), (4, 3), (8, 3), (5, 2, 3, 3), (5, 4, 3, 3), (50, 3), (50, 8), (6,), (6,), ()]
+
+
+def trained(**form: Any) -> list[Tensor]:
+    """Return weights of all kinds after 20 steps."""
     torch.manual_seed(0)
-    grads = [[torch.randn(shape, dtype=F64) for shape in shapes] for _ in range(20)]
-    results = []
-    for form in FORMS.values():
-        params = [torch.ones(shape, dtype=F64) for shape in shapes]
-        optimizer = AdaBayesK(params, lr=0.01, refresh=3, block_size=4, max_size=40, weight_decay=0.1, **form)
-        for row in grads:
-            for p, g in zip(params, row):
-                p.grad = g.clone()
-            optimizer.step()
-        results.append(params)
-    for a, b, c in zip(*results):
+    params = [torch.ones(shape, dtype=F64) for shape in KINDS]
+    optimizer = AdaBayesK(params, lr=0.01, refresh=3, block_size=4, max_size=40, weight_decay=0.1, **form)
+    for _ in range(20):
+        for p in params:
+            p.grad = torch.randn(p.shape, dtype=F64)
+        optimizer.step()
+    return params
+
+
+def test_forms_agree() -> None:
+    for a, b, c in zip(*(trained(**form) for form in FORMS.values())):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
         torch.testing.assert_close(b, c, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("weights", [1, 12, 30, 100])
+def test_large_matrices_are_worked_on_in_portions(
+    form: dict[str, Any], weights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block at a time, a few, all of some parameters: the numbers are those of all at a time."""
+    at_once = trained(**form)
+    monkeypatch.setattr(adabayes_k, "_PORTION", weights)
+    rotated: list[tuple[int, ...]] = []
+
+    def rotate(x: Tensor, bases: eigenbasis.Bases, back: bool = False) -> Any:
+        rotated.append(x.shape)
+        return eigenbasis.rotate(x, bases, back)
+
+    monkeypatch.setattr(adabayes_k, "rotate", rotate)
+    for a, b in zip(at_once, trained(**form)):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+    assert all(number == 1 or number * m * n <= weights for number, m, n in rotated)
+    four = AdaBayesK([torch.ones(4, 3) for _ in range(4)])
+    parts = four._parts(four.param_groups[0])
+    assert [len(part["params"]) for part in parts] == {1: [1] * 4, 12: [1] * 4, 30: [3, 1], 100: [4]}[weights]
+
+
+def test_portions_may_be_served_by_different_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes no state with gaps, which blocks have that lie apart, but not one of them alone."""
+    moved = []
+    for portion in (2**20, 2 * 16):
+        monkeypatch.setattr(adabayes_k, "_PORTION", portion)
+        torch.manual_seed(0)
+        w = torch.zeros(12, 4)
+        optimizer = AdaBayesK([w], lr=0.01, block_size=4)
+        for t in range(2):
+            for name, x in optimizer.state[w].items() if t else ():
+                if "exp_avg" in name:
+                    apart = torch.zeros(6, 4, 4)
+                    apart[::2] = x
+                    optimizer.state[w][name] = apart[::2]
+            w.grad = torch.randn(12, 4)
+            optimizer.step()
+        moved.append(w)
+    torch.testing.assert_close(*moved)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (7, 5)])
+@pytest.mark.parametrize("how", ["torch", "pickle"])
+def test_loaded_state_takes_no_more_memory_than_it_has_numbers(shape: tuple[int, int], how: str) -> None:
+    """Matrices of a shape have one memory, which torch saves once, and pickle with each of them."""
+
+    def steps(optimizer: AdaBayesK) -> tuple[int, int]:
+        for p in params:
+            p.grad = torch.randn(shape)
+        optimizer.step()
+        entries = [x for state in optimizer.state.values() for name, x in state.items() if name != "step"]
+        memory = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in entries}
+        return sum(memory.values()), sum(x.nbytes for x in entries)
+
+    params = [torch.ones(shape) for _ in range(5)]
+    optimizer, twin = AdaBayesK(params), AdaBayesK(params)
+    steps(optimizer)
+    saved = optimizer.state_dict()
+    if how == "torch":
+        buffer = io.BytesIO()
+        torch.save(saved, buffer)
+        buffer.seek(0)
+        twin.load_state_dict(torch.load(buffer))
+    else:
+        twin.load_state_dict(pickle.loads(pickle.dumps(saved)))
+    taken, needed = steps(twin)
+    assert taken == needed
 
 
 @pytest.mark.parametrize("steps", [1000, pytest.param(10_000, marks=pytest.mark.long)])
@@ -555,6 +631,37 @@ def test_it_goes_on_from_adamw_without_a_jump() -> None:
     after = train(k, 100)
     assert max(after[:20]) < 1.05 * before[-1]
     assert after[-1] < 0.9 * before[-1]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_adamws_average_is_the_first_gradient_of_a_matrix(steps: int) -> None:
+    """After no step of AdamW, as if an overflow had stopped it, there is none yet."""
+    matrix, vector, mean = torch.ones(6, 4, dtype=F64), torch.ones(3, dtype=F64), torch.randn(6, 4, dtype=F64)
+    adamw = torch.optim.AdamW([matrix, vector], betas=(0.9, 0.95))
+    fresh = AdaBayesK([torch.ones(6, 4, dtype=F64)])
+    for t in range(max(steps, 1)):
+        matrix.grad, vector.grad = mean + (t == 0), torch.full((3,), t + 1.0, dtype=F64)
+        adamw.step()
+    saved = adamw.state_dict()
+    for entry in saved["state"].values() if not steps else ():
+        for x in entry.values():
+            x.zero_()
+    warm = AdaBayesK([matrix, vector])
+    warm.load_state_dict(warm.from_adamw(saved))
+    average = saved["state"][0]["exp_avg"] / ((1 - 0.9**steps) or 1.0)
+    ours = warm.state[matrix]
+    assert ours["step"] == min(steps, 1)
+    assert warm.state[vector]["step"] == steps
+    torch.testing.assert_close(warm.state[vector]["exp_avg"], saved["state"][1]["exp_avg"])
+    fresh.param_groups[0]["params"][0].grad = average
+    fresh.step()
+    (theirs,) = fresh.state.values()
+    if steps:
+        for name in ("factor_0", "factor_1", "exp_avg"):
+            torch.testing.assert_close(ours[name].abs(), theirs[name].abs())  # eigenvectors have no sign
+    matrix.grad, vector.grad = mean, None
+    warm.step()
+    assert matrix.isfinite().all()
 
 
 def test_gains_are_those_of_the_fixed_point_in_each_direction() -> None:

@@ -234,8 +234,8 @@ def learns(side: int, t: Any, every: Any) -> Any:
 def spread(costs: Sequence[int], numbers: Sequence[int], refresh: int) -> list[int]:
     """Return at which step, modulo ``refresh``, the first block of each parameter is refreshed; the others follow it.
 
-    One at each step; with more than ``refresh`` of them, every ``refresh``-th. The costliest parameters choose first,
-    so that steps take about equally long.
+    A parameter's blocks are refreshed one at each step; if it has more than ``refresh``, every ``refresh``-th of them
+    at the same step. The costliest parameters choose first, so that steps take about equally long.
 
     Args:
         costs: of a block of each parameter.

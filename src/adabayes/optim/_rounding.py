@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adabayes.optim._tensors import Scalar
+from adabayes.optim._tensors import Scalar, has_gaps
 from adabayes.random_bits import MASK, Bits, carry_of, key_of
 
 __all__ = ["STATE_STREAMS", "Rounding", "round_to_bf16"]
@@ -23,9 +23,10 @@ STATE_STREAMS = ("exp_avg", "second", "third")  # of the entries of state that a
 def round_to_bf16(x: Tensor, like: Tensor, key: Bits, stream: str) -> Tensor:
     """Round fp32 to bf16, up with the probability of the remainder; infinities and nan stay what they are.
 
-    ``like`` gives the layout in memory, in whose order elements are numbered.
+    ``like`` gives the layout in memory, in whose order elements are numbered, if it has no gaps.
     """
-    element = torch.arange(like.numel(), device=x.device).as_strided(like.shape, like.stride())
+    element = torch.arange(like.numel(), device=x.device)
+    element = element.view(like.shape) if has_gaps(like) else element.as_strided(like.shape, like.stride())
     carry = carry_of(element, key, stream)
     bits = x.contiguous().view(torch.int32).to(torch.int64) & MASK
     rounded = torch.where(x.isnan(), 0x7FC00000, bits + carry) >> 16  # a nan could carry over into a number

@@ -6,19 +6,36 @@ does, at a multiple of 64 bytes, that of a resumed run as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["cat", "cat_", "is_aligned", "put_back_"]
+__all__ = ["cat", "cat_", "put_back_", "with_own_memory"]
 
 _ALIGNMENT = 64
 
 
-def is_aligned(t: Tensor) -> bool:
-    """Tell whether a tensor begins where torch would have it begin; one without memory does."""
-    return t.is_meta or type(t) is not Tensor or t.data_ptr() % _ALIGNMENT == 0
+def with_own_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors, or clones of those whose memory is not theirs, or not where torch would have it begin.
+
+    Views of one memory are left there if they fill it, all of them together.
+    """
+    memory = [t.untyped_storage() if _has_memory(t) else None for t in tensors]
+    unfilled = {m.data_ptr(): float(m.nbytes()) for m in memory if m is not None}
+    for t, m in zip(tensors, memory):
+        if m is not None:
+            unfilled[m.data_ptr()] -= t.nbytes if _is_aligned(t) else -math.inf
+    return [t.clone() if m is not None and unfilled[m.data_ptr()] > 0 else t for t, m in zip(tensors, memory)]
+
+
+def _has_memory(t: Tensor) -> bool:
+    return type(t) is Tensor and not t.is_meta
+
+
+def _is_aligned(t: Tensor) -> bool:
+    return not _has_memory(t) or t.data_ptr() % _ALIGNMENT == 0
 
 
 def cat(tensors: Sequence[Tensor]) -> Tensor:
@@ -32,9 +49,9 @@ def cat_(tensors: Sequence[Tensor]) -> Tensor:
     Where that would leave others behind, which would keep all of the old memory, it is a copy: see :func:`put_back_`.
     """
     first = tensors[0]
-    if len(tensors) == 1 and is_aligned(first):
+    if len(tensors) == 1 and _is_aligned(first):
         return first
-    if not (_side_by_side(tensors) and is_aligned(first)):
+    if not (_side_by_side(tensors) and _is_aligned(first)):
         together = torch.cat(list(tensors))
         if not _are_all(tensors):
             return together

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from adabayes.optim._stack import is_aligned
+from adabayes.optim._stack import with_own_memory
 from adabayes.optim._tensors import check_memory, may_be_freed
 
 __all__ = ["Entry", "Group", "StatefulOptimizer", "dtype_name", "own_state"]
@@ -151,6 +151,7 @@ class StatefulOptimizer(Optimizer):
             loaded.update(final)
 
         def restore(_: Optimizer) -> None:
+            found: dict[tuple[Tensor, str], Tensor] = {}
             for saved, group in zip(loaded["param_groups"], self.param_groups):
                 for i, p in zip(saved["params"], group["params"]):
                     entries = self._entries(group, p)
@@ -159,11 +160,12 @@ class StatefulOptimizer(Optimizer):
                             entry = entries.get(name, Entry())
                             dtype = self.state_dtype_of(p, group) if entry.low else _wide(p.dtype)
                             dtype = dtype if entry.shape is None else dtype.to_real()
-                            value = self._placed(p, value.to(device=p.device, dtype=dtype))
-                            self.state[p][name] = value if is_aligned(value) else value.clone()
+                            found[p, name] = self._placed(p, value.to(device=p.device, dtype=dtype))
                         elif name == "step" and isinstance(value, Tensor):  # where torch would put it is not always
                             step = self.state[p][name]
                             self.state[p][name] = step.to(self._step_device(p, group))
+            for (p, name), value in zip(found, with_own_memory(list(found.values()))):
+                self.state[p][name] = value
 
         hooks = (
             self.register_load_state_dict_pre_hook(remember),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
@@ -12,7 +13,6 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
 from adabayes.eigenbasis import (
-    Bases,
     Blocks,
     basis_of,
     carried,
@@ -38,6 +38,8 @@ from adabayes.optim._tensors import Scalar, as_float, local, real_view, whole
 from adabayes.optim.adabayes_fp import SETTLED, AdaBayesFP
 
 __all__ = ["AdaBayesK"]
+
+_PORTION = 2**20  # weights that a CPU works on at a time
 
 
 class _Numbers(NamedTuple):
@@ -79,9 +81,10 @@ class AdaBayesK(AdaBayesFP):
 
     :math:`A` and :math:`C` learn from every ``learn_every``-th gradient, in turn, with :math:`\beta_2` to that power.
     Every ``refresh`` steps, at a step of its own for each matrix, :math:`Q_A \leftarrow \text{qr}(A Q_A)` and likewise
-    :math:`Q_C`; both averages, which are kept in the eigenbasis, go with them. In the beginning both happen more often,
-    after an eighth of the steps so far, because :math:`A` and :math:`C` are averages of few gradients then. Where a
-    basis has turned far, :math:`V` is raised to the least that it can be, given :math:`M`.
+    :math:`Q_C`; :math:`M` is rotated with them, and :math:`V` is put into their order. In the beginning both happen
+    more often, after an eighth of the steps so far, rounded down to a power of two, because :math:`A` and :math:`C`
+    are averages of few gradients then. Where a basis has turned far, :math:`V` is raised to the least that it can be,
+    given :math:`M`.
 
     ``lr_sgd`` to infinity is SOAP, the full-matrix root-mean-square normaliser; ``lr`` to infinity is SGD. Where a
     direction has not been seen yet, SOAP would divide noise by noise and so skips its first step; here ``lr_sgd``
@@ -93,8 +96,8 @@ class AdaBayesK(AdaBayesFP):
 
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
-        lr: begin with five times AdamW's; what scales it, a scheduler or a group with its own, scales
-            ``lr_sgd`` too.
+        lr: begin with five times AdamW's; the default is a cautious one. What scales it, a scheduler or a group with
+            its own, scales ``lr_sgd`` too.
         lr_sgd: the highest learning rate that a direction can get, in units of the averaged gradient. None: 1e5 ``lr``.
         betas: decay of the averaged gradient, and of its averaged square and covariances.
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
@@ -211,7 +214,7 @@ class AdaBayesK(AdaBayesFP):
             exchange = self._owners_for(sharded[0]).exchange(sharded, blocks)
             g, ranges = exchange.to_blocks(gradient.tensors), exchange.ranges
             step = self._step_of_blocks(g, gradient.indices, ranges, state, c, t)
-            moves = step.numerator.tensors[0].mul(step.size)
+            moves = step.numerator.tensors[0]
             return Step(Batch(exchange.from_blocks(moves, shapes, meanwhile=step.after), True))
         g = cat([to_blocks(x, b) for x, b in zip(gradient.tensors, blocks)])
         numbers = [b.number for b in blocks]
@@ -235,10 +238,16 @@ class AdaBayesK(AdaBayesFP):
         parts = {name: [x for x in entry.tensors if len(x)] for name, entry in state.items()}
         stacked = {name: cat_(part) for name, part in parts.items()}
         shared = None if self._part else self._shared
-        bases = _bases(g, stacked, c, t, shared)
-        averages = {name: Batch([stacked[name]], True) for name in ("exp_avg", "exp_avg_sq")}
-        step = self._element_by_element(Batch([rotate(g, bases)], True), averages, c, t)
-        moves = rotate(step.quotient().tensors[0], bases, back=True)
+        _make_bases_(g, stacked, c, t, shared)
+        moves = torch.empty_like(g)
+        at_once = _blocks_at_once(g)
+        for first in range(0, len(g), at_once):
+            some = slice(first, first + at_once)
+            left, right = (stacked[name][some] if name in stacked else None for name in ("basis_0", "basis_1"))
+            averages = {name: Batch([stacked[name][some]], True) for name in ("exp_avg", "exp_avg_sq")}
+            step = self._element_by_element(Batch([rotate(g[some], (left, right))], True), averages, c, t)
+            back = rotate(step.quotient().tensors[0], (left, right), back=True)
+            torch.mul(back, step.size, out=moves[some])
         due = self._due(indices, ranges, c.refresh, int(as_float(t)))
 
         def learn() -> None:
@@ -246,7 +255,7 @@ class AdaBayesK(AdaBayesFP):
             for name, part in parts.items():
                 put_back_(part, stacked[name])
 
-        return Step(Batch([moves], True), size=step.size, after=learn)
+        return Step(Batch([moves], True), after=learn)
 
     def _element_by_element(self, gradient: Batch, state: dict[str, Batch], c: _Numbers, t: Scalar) -> Step:
         """Do what AdaBayes-FP does, by its kernel if there is one for these tensors."""
@@ -273,12 +282,16 @@ class AdaBayesK(AdaBayesFP):
     def _parts(self, group: Group) -> list[Group]:
         self._spread_refreshes()
         parts: dict[Any, list[Tensor]] = {}
+        weights: dict[Any, int] = {}  # of each kind so far: large matrices of one kind are several parts
         seen: set[int] = set()
         for p in group["params"]:
             blocks = _blocks(p, group)
             again = id(p) in seen  # the same parameter twice has two steps
             kind = len(parts) if again else (blocks and (blocks.m, blocks.n, blocks.sides), mesh_of(p))
-            parts.setdefault(kind, []).append(p)
+            before = weights.setdefault(kind, 0)
+            together = blocks is None or is_sharded(p) or self._shared is not None  # they wait for others, once a part
+            parts.setdefault((kind, 0 if together else before // _weights_at_once(p)), []).append(p)
+            weights[kind] = before + p.numel()
             seen.add(id(p))
         return [{**group, "params": params} for params in parts.values()]
 
@@ -351,21 +364,26 @@ class AdaBayesK(AdaBayesFP):
         return (adamw[0], group["betas"][1])
 
     def _warm_state(self, adamw: dict[str, Any], group: Group, beta2: float) -> dict[str, Any]:
-        """Take AdamW's average as the first gradient that the bases are made of, and carry both averages over."""
+        """Take AdamW's averages as the first gradient of a matrix and its square; vectors go on where they were.
+
+        So bases, and squares in them, are learnt as fast as in the beginning.
+        """
         step, (beta1, own_beta2) = as_float(adamw["step"]), group["betas"]
         wide = torch.promote_types(adamw["exp_avg"].dtype.to_real(), torch.float32)
         mean, square = (real_view(adamw[name]).to(wide) for name in ("exp_avg", "exp_avg_sq"))
-        square = square * ((1 - own_beta2**step) / (1 - beta2**step))
+        square = square / ((1 - beta2**step) or 1.0)
         blocks = _blocks(adamw["exp_avg"], group)
         if blocks is None:
-            return {"step": adamw["step"], "exp_avg": mean, "exp_avg_sq": square}
-        mean, square = (to_blocks(whole(x), blocks) for x in (mean, square))
-        state = {"step": adamw["step"]}
+            return {"step": adamw["step"], "exp_avg": mean, "exp_avg_sq": square * (1 - own_beta2**step)}
+        mean, square = (to_blocks(whole(x), blocks) for x in (mean / ((1 - beta1**step) or 1.0), square))
+        state = {"step": torch.full_like(torch.as_tensor(adamw["step"], dtype=torch.float32), min(step, 1.0))}
         for side in blocks.sides:
-            state[f"factor_{side}"] = (1 - own_beta2) * factor(mean / (1 - beta1**step), side)
+            state[f"factor_{side}"] = (1 - own_beta2) * factor(mean, side)
             state[f"basis_{side}"] = basis_of(state[f"factor_{side}"])
         bases = state.get("basis_0"), state.get("basis_1")
-        return {**state, "exp_avg": rotate(mean, bases), "exp_avg_sq": carried(square, bases)}
+        state["exp_avg"] = (1 - beta1) * rotate(mean, bases)
+        state["exp_avg_sq"] = (1 - own_beta2) * carried(square, bases)
+        return state
 
 
 def _cut(shape: Sequence[int], c: _Numbers) -> Any:
@@ -397,14 +415,27 @@ def _sides(state: dict[str, Any]) -> list[int]:
     return [side for side in (0, 1) if f"basis_{side}" in state]
 
 
-def _bases(g: Tensor, state: dict[str, Tensor], c: _Numbers, t: Scalar, shared: SharedWork | None) -> Bases:
-    """Return the bases of both sides; at the first step they are made of the first gradient."""
+def _weights_at_once(x: Tensor) -> int:
+    """Return how many weights to work on at a time.
+
+    Few enough for the caches of a CPU, and for memory that is used again: a large array gets new memory from the system
+    each time, which takes as long as to rotate what is in it. On other devices, all.
+    """
+    return _PORTION if x.is_cpu else sys.maxsize
+
+
+def _blocks_at_once(blocks: Tensor) -> int:
+    """Return how many of these blocks to work on at a time: at least one, however large it is."""
+    return max(1, _weights_at_once(blocks) // blocks[0].numel())
+
+
+def _make_bases_(g: Tensor, state: dict[str, Tensor], c: _Numbers, t: Scalar, shared: SharedWork | None) -> None:
+    """Make the bases of both sides from the first gradient, if this is the first."""
     if t == 1:
         for side in _sides(state):
             covariance = state[f"factor_{side}"]
             _follow_(covariance, g, side, c.beta2)
             state[f"basis_{side}"].copy_(_map(_made, {"basis": covariance}, shared)["basis"])
-    return state.get("basis_0"), state.get("basis_1")
 
 
 def _learn_(
@@ -430,12 +461,13 @@ def _follow_(covariance: Tensor, g: Tensor, side: int, decay: float) -> None:
 
 def _refresh_(state: dict[str, Tensor], due: list[int], c: _Numbers, shared: SharedWork | None) -> None:
     """Refresh the bases of some blocks; the averages go with them."""
-    places = torch.tensor(due, device=state["exp_avg"].device)
-    chosen = {name: x[places] for name, x in state.items()}
-    for side in _sides(state):
-        chosen[f"factor_{side}"].nan_to_num_(0.0, 0.0, 0.0)  # what has overflowed begins again
-    for name, x in (chosen | _map(partial(_refreshed, c=c), chosen, shared)).items():
-        state[name][places] = x
+    at_once = _blocks_at_once(state["exp_avg"]) if shared is None else len(due)
+    for places in torch.tensor(due, device=state["exp_avg"].device).split(at_once):
+        chosen = {name: x[places] for name, x in state.items()}
+        for side in _sides(state):
+            chosen[f"factor_{side}"].nan_to_num_(0.0, 0.0, 0.0)  # what has overflowed begins again
+        for name, x in (chosen | _map(partial(_refreshed, c=c), chosen, shared)).items():
+            state[name][places] = x
 
 
 def _refreshed(blocks: dict[str, Tensor], c: _Numbers) -> dict[str, Tensor]:
