@@ -80,7 +80,12 @@ def write(model: nn.Module, start: str, length: int, context: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600, help="steps of each run (default: 600)")
-    parser.add_argument("--lr", type=float, default=4e-3, help="learning rate of both (default: 0.004)")
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=4e-3,
+        help="learning rate of both, a good one for AdamW; AdaBayes-K would gain from a higher one (default: 0.004)",
+    )
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: must be at least 1")

@@ -106,8 +106,9 @@ def main() -> None:
         optimizer = AdaBayes(groups, lr=training.learning_rate, lr_sgd=LR_SGD, batch_size=batch_size)
         # None: the scheduler of TrainingArguments. A scheduler of your own goes in its place.
         given = {"optimizers": (optimizer, None)}
-    else:  # with the learning rate and the batch size of TrainingArguments
-        given = {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs(training, AdaBayes, lr_sgd=LR_SGD)}
+    else:  # with the learning rate and the weight decay of TrainingArguments
+        options = {"lr_sgd": LR_SGD, "batch_size": batch_size}
+        given = {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs(training, AdaBayes, **options)}
     train, test = standard_library()
     trainer = Trainer(model, training, train_dataset=train, eval_dataset=test, **given)
     trainer.train()  # trainer.train(resume_from_checkpoint=True) goes on from the newest checkpoint, exactly

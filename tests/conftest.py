@@ -15,7 +15,8 @@ from tests.whitened import Whitened
 Maker = Callable[..., torch.optim.Optimizer]
 
 MAKERS: dict[str, Maker] = {
-    "adabayes-exact": AdaBayes,
+    "adabayes": AdaBayes,
+    "adabayes-exact": partial(AdaBayes, batch_size=2),
     "adabayes-paper": partial(AdaBayes, dynamics="paper"),
     "adabayes-sum": partial(AdaBayes, reduction="sum", batch_size=4),
     "adabayes-fp": AdaBayesFP,

@@ -50,7 +50,7 @@ def test_compiled_step_equals_eager_and_stops_recompiling(
         torch.testing.assert_close(a, b, rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["adabayes-exact", "adabayes-fp", "adabound"])
+@pytest.mark.parametrize("name", ["adabayes", "adabayes-exact", "adabayes-fp", "adabound"])
 def test_inductor_equals_eager(name: str) -> None:
     """The default backend, which generates and builds C++."""
     (net, eager), (compiled_net, compiled) = twins(MAKERS[name], torch.float32, None)

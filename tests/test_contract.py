@@ -390,7 +390,9 @@ def test_a_groups_own_lr_scales_lr_sgd_and_its_own_lr_sgd_is_kept() -> None:
     assert [g["lr_sgd"] for g in optimizer.param_groups] == pytest.approx([0.3, 0.03, 0.5, 30])
     assert [g["base_lr"] for g in optimizer.param_groups] == pytest.approx([1e-3, 1e-4, 1e-4, 0.1])
     default = AdaBayes([{"params": [torch.zeros(1)], **group} for group in groups], lr=1e-3)
-    assert [g["lr_sgd"] for g in default.param_groups] == pytest.approx([0.1, 0.01, 0.5, 10])
+    assert [g["lr_sgd"] for g in default.param_groups] == pytest.approx([100, 10, 0.5, 1e4])
+    paper = AdaBayes([{"params": [torch.zeros(1)], **group} for group in groups], lr=1e-3, batch_size=2)
+    assert [g["lr_sgd"] for g in paper.param_groups] == pytest.approx([0.1, 0.01, 0.5, 10])
 
 
 def test_a_group_added_under_a_scheduled_tensor_lr_has_the_right_base() -> None:

@@ -40,6 +40,7 @@ def assert_alike_on_floats_and_arrays(array: Callable[[list[float]], Any], rtol:
         k = f.drift(eta, sigma2, 128)
         h = f.curvature(g, 128)
         values = [k, h, f.fixed_point(g * g, eta, sigma2), f.mean_square_fixed_point(g * g, eta)]
+        values.append(f.remember(sigma2 / 3, g, eta, sigma2, 100))
         for dynamics in (f.euler(k, sigma2), f.ornstein_uhlenbeck(k, sigma2)):
             prior = f.predict(sigma2, dynamics)
             values += [*dynamics, prior, f.update(prior, h), f.move(g, prior, g), f.exact_fixed_point(h, dynamics)]
@@ -149,6 +150,41 @@ def test_euler_is_the_exact_process_to_second_order_in_k(k: float) -> None:
     exact, euler = f.ornstein_uhlenbeck(k, 1.0), f.euler(k, 1.0)
     assert abs(exact.forget - euler.forget) == pytest.approx(k * k, rel=2 * k)  # e^-2k - (1-k)^2 = k^2 + O(k^3)
     assert abs(exact.noise - euler.noise) == pytest.approx(2 * k * k, rel=2 * k)
+
+
+@given(etas, ratios, gradients, st.integers(1, 300), st.floats(-3, 3))
+def test_a_filter_that_remembers_some_steps_settles_at_the_fixed_point(
+    eta: float, ratio: float, g: float, steps: int, decades: float
+) -> None:
+    end = f.fixed_point(g * g, eta, ratio * eta)
+    assert f.remember(end, g, eta, ratio * eta, steps) == pytest.approx(end, rel=1e-12)
+    variance = min(end * 10**decades, ratio * eta)
+    for _ in range(40 * steps):
+        variance = f.remember(variance, g, eta, ratio * eta, steps)
+    assert variance == pytest.approx(end, rel=1e-6)
+
+
+@given(etas, gradients, st.integers(2, 300))
+def test_it_remembers_so_many_steps_whatever_the_size_of_gradients(eta: float, g: float, steps: int) -> None:
+    """A small deviation is forgotten as by an exponential average whose span is n, by 2 / (n + 1) a step."""
+    end = f.fixed_point(g * g, eta, 1e6 * eta / g)
+    after = f.remember(1.001 * end, g, eta, 1e6 * eta / g, steps)
+    assert (after / end - 1) / 0.001 == pytest.approx((steps - 1) / (steps + 1), abs=0.002)
+
+
+@given(etas, ratios, gradients, st.integers(20, 300))
+def test_to_remember_some_steps_is_to_take_the_batch_size_that_does(
+    eta: float, ratio: float, g: float, steps: int
+) -> None:
+    """From anywhere within a factor of 3, to first order in 1 / n, the paper's predict and update."""
+    sigma2 = ratio * eta
+    start = min(3 * f.fixed_point(g * g, eta, sigma2), sigma2)
+    found = f.remember(start, g, eta, sigma2, steps)
+    batch_size = found / (steps * eta * eta)
+    flow = f.ornstein_uhlenbeck(f.drift(eta, sigma2, batch_size), sigma2)
+    assert f.update(f.predict(start, flow), f.curvature(g, batch_size)) == pytest.approx(
+        found, rel=20 / steps**2 + 0.02
+    )
 
 
 @given(st.floats(1e-3, 0.5), gradients)

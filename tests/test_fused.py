@@ -26,6 +26,7 @@ FLOATS = "`fused=True` requires all the params to be floating point Tensors"  # 
 CLASSES = pytest.mark.parametrize("cls", PAIR)
 VARIANTS: list[dict[str, Any]] = [
     {"cls": AdaBayes},
+    {"cls": AdaBayes, "batch_size": 2},
     {"cls": AdaBayes, "dynamics": "paper"},
     {"cls": AdaBayes, "reduction": "sum", "batch_size": 7, "beta1": 0.0},
     {"cls": AdaBayes, "batch_size": 1e9, "maximize": True, "beta1": 0.3},

@@ -376,7 +376,7 @@ def test_a_learning_rate_that_is_set_by_hand_is_no_base() -> None:
     adamw.step()
     optimizer = AdaBayes([w], lr=1e-3)
     optimizer.load_state_dict(optimizer.from_adamw(adamw.state_dict()))
-    assert [optimizer.param_groups[0][key] for key in ("lr", "base_lr", "lr_sgd")] == [1e-6, 1e-3, 0.1]
+    assert [optimizer.param_groups[0][key] for key in ("lr", "base_lr", "lr_sgd")] == [1e-6, 1e-3, 100]
 
 
 def test_adams_penalty_is_not_taken_for_decay() -> None:

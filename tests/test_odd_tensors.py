@@ -82,7 +82,7 @@ def test_an_embedding_ends_with_the_same_bits_however_often_it_is_saved(form: di
 @EACH_FORM
 def test_a_weight_whose_gain_has_underflown_is_not_one_without_gradient(form: dict[str, Any]) -> None:
     w = torch.zeros(3)
-    optimizer = AdaBayes([w], lr=1e-3, lr_sgd=0.1, **form)
+    optimizer = AdaBayes([w], lr=1e-3, lr_sgd=0.1, batch_size=10, **form)
     w.grad = torch.tensor([1e20, 0.0, 1.0])
     optimizer.step()
     assert optimizer.state[w]["gain"][0] == 0

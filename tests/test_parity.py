@@ -20,10 +20,11 @@ import torch
 from numpy.typing import NDArray
 
 from adabayes import AdaBayes, AdaBayesFP, filtering, kernels, reference
+from adabayes.rates import MEMORY
 
 Array = NDArray[np.float64]
-Method = Literal["exact", "paper", "fp"]
-METHODS: tuple[Method, ...] = ("exact", "paper", "fp")
+Method = Literal["exact", "memory", "paper", "fp"]
+METHODS: tuple[Method, ...] = ("exact", "memory", "paper", "fp")
 WEIGHTS, BATCH, B1, B2 = 64, 128, 0.9, 0.999
 
 
@@ -52,6 +53,13 @@ class Case:
     weight_decay: float = 0.0
     lr: float = 1e-3
     lr_sgd: float = 0.1
+
+    @property
+    def filter(self) -> dict[str, Any]:
+        """Which filter: with a batch size, with a memory of so many steps, or the paper's."""
+        if self.method == "memory":
+            return {}
+        return {"batch_size": BATCH, "dynamics": self.method}
 
     @property
     def gradients(self) -> Array:
@@ -99,7 +107,7 @@ CASES = combine(
 
 def by_reference(case: Case) -> Array:
     """Algorithms 1 and 2 to the letter; for the exact dynamics, the filter's equations one after the other."""
-    if case.method == "exact":
+    if case.method in ("exact", "memory"):
         return exactly(case)
     # The paper divides by the learning rate. At 0, our Algorithm 1 waits, and our Algorithm 2 only does not move.
     live = np.flatnonzero(case.factors) if case.method == "paper" else np.arange(case.steps)
@@ -122,7 +130,10 @@ def exactly(case: Case) -> Array:
     mu, m, gain = case.start, np.zeros(WEIGHTS), np.zeros(WEIGHTS)
     for t, (g, factor) in enumerate(zip(case.gradients, case.factors), 1):
         begun = np.where(gain == 0, filtering.fixed_point(g * g, case.lr, case.lr_sgd), gain)
-        after = filtering.update(filtering.predict(begun, flow), filtering.curvature(g, BATCH))
+        if case.method == "memory":
+            after = filtering.remember(begun, g, case.lr, case.lr_sgd, min(t, MEMORY))
+        else:
+            after = filtering.update(filtering.predict(begun, flow), filtering.curvature(g, BATCH))
         gain = np.where((gain == 0) & (g == 0), 0, after)
         m = B1 * m + (1 - B1) * g
         shrunk = (1 - case.lr * factor * case.weight_decay) * mu
@@ -136,7 +147,7 @@ def by_torch(case: Case, **form: Any) -> Array:
     if case.method == "fp":
         optimizer: torch.optim.Optimizer = AdaBayesFP([weights], betas=(B1, B2), **options)
     else:
-        optimizer = AdaBayes([weights], batch_size=BATCH, beta1=B1, dynamics=case.method, **options)
+        optimizer = AdaBayes([weights], beta1=B1, **case.filter, **options)
     for g, factor in zip(torch.from_numpy(case.gradients).to(weights.dtype), case.factors):
         optimizer.param_groups[0]["lr"] = case.lr * factor
         weights.grad = g

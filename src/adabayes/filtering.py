@@ -106,6 +106,28 @@ def update(prior: Array, curvature: Array) -> Array:
     return prior / (1 + prior * curvature)
 
 
+def remember(variance: Array, gradient: Array, eta: Array, sigma2: Array, steps: Array) -> Array:
+    r"""Posterior variance after a gradient, in a filter that remembers so many steps.
+
+    Where the batch size is not known, it is taken weight by weight as :math:`B = s^2_\text{post} / (n \eta^2)`. The
+    filter of a weight then remembers :math:`n` steps, whatever the size of its gradients. With that :math:`B`, and to
+    first order in :math:`1/n`, :func:`predict` and :func:`update` are
+
+    .. math:: \frac{1}{s^2_\text{prior}} = \frac{1}{s^2} - \frac{1}{n} \left( \frac{1}{s^2} - \frac{1}{\sigma^2}
+              \right), \qquad \frac{1}{s^2_\text{post}} = \frac{1}{2 s^2_\text{prior}}
+              + \sqrt{\frac{1}{4 s^4_\text{prior}} + \frac{g^2}{n \eta^2}}
+
+    It settles at :func:`fixed_point`, whatever :math:`n` is; with :math:`n = 1`, at once. Near there, it forgets
+    :math:`2 / (n + 1)` of the past in a step, as an exponential average with a span of :math:`n` steps does.
+
+    >>> remember(0.1, gradient=0.5, eta=1e-3, sigma2=0.1, steps=1) == fixed_point(0.25, eta=1e-3, sigma2=0.1)
+    True
+    """
+    half = (1 - (1 - variance / sigma2) / steps) / 2  # all in units of the variance, so that nothing overflows
+    step = variance * (gradient / eta)
+    return variance / (half + _function("sqrt", half * half + step * step / steps))
+
+
 def move(mean: Array, variance: Array, gradient: Array) -> Array:
     r"""Posterior mean after a gradient of the log-likelihood (Eq. 18b, eq:def:mpost).
 

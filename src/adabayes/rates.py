@@ -11,6 +11,8 @@ from typing import Any
 from adabayes._warn import warn
 
 __all__ = [
+    "LEAST_GAIN",
+    "MEMORY",
     "RATIO",
     "SETTLED_RATIO",
     "USUAL_LR",
@@ -18,6 +20,8 @@ __all__ = [
     "base_lr_of",
     "batch_size_of",
     "lr_sgd_of",
+    "memory_of",
+    "ratio_of",
     "warn_if_closed",
     "warn_if_papers",
     "warn_if_swapped",
@@ -27,8 +31,20 @@ Number = Any  # float, or an array that JAX traces
 
 USUAL_LR = 1e-3
 RATIO = 100.0  # lr_sgd / lr in the paper
-SETTLED_RATIO = 1e5  # of AdaBayes-FP and AdaBayes-K, by the evidence: nowhere worse than AdamW at the same lr
-WINDOW = 100.0  # gradient up to which AdaBayes is Adam-like, where batch_size is not given
+SETTLED_RATIO = 1e5  # unless the paper's filter is asked for: by the evidence, nowhere worse than AdamW at the same lr
+MEMORY = 100  # steps that AdaBayes remembers, where batch_size is not given
+LEAST_GAIN = 1e-30  # from which such a filter goes on: it multiplies its gain, and would not recover from 0
+WINDOW = 100.0  # gradient up to which the paper's form of AdaBayes is Adam-like, where batch_size is not given
+
+
+def memory_of(batch_size: Number | None, dynamics: str) -> int | None:
+    """Return the steps that AdaBayes remembers; None if that follows from a batch size, as in the paper."""
+    return MEMORY if batch_size is None and dynamics == "exact" else None
+
+
+def ratio_of(batch_size: Number | None, dynamics: str) -> float:
+    """Return ``lr_sgd / lr`` of an AdaBayes that is given no ``lr_sgd``: the paper's, if its filter is asked for."""
+    return RATIO if memory_of(batch_size, dynamics) is None else SETTLED_RATIO
 
 
 def base_lr_of(lr: Number | None, lr_sgd: Number | None, ratio: float = RATIO) -> Number:
@@ -49,7 +65,7 @@ def lr_sgd_of(base_lr: Number, like: tuple[Number, Number | None] = (USUAL_LR, N
 
 
 def batch_size_of(batch_size: Number | None, base_lr: Number) -> Number:
-    """Return the ``batch_size`` of AdaBayes's filter.
+    """Return the ``batch_size`` of AdaBayes's filter in the paper's form, which needs one.
 
     If it is not known, it is chosen so that the Adam-like window, which ends at ``1 / (batch_size * base_lr)``, is open
     to gradients of ``WINDOW``, whatever the learning rate.

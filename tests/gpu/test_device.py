@@ -333,17 +333,19 @@ def test_a_graph_cannot_capture_the_first_step(recorded: Recorded, monkeypatch: 
 @settings(deadline=None, max_examples=200)
 @given(
     st.sampled_from(["adabayes_step", "adabayes_fp_step"]),
+    st.sampled_from([0.0, 100.0]),
     st.integers(1, 10**6),
     st.floats(0, 0.9999),
     st.floats(0, 0.9999),
     st.sampled_from([1.0, 1 / 65536, 0.125]),
 )
 def test_numbers_worked_out_on_the_device_are_those_of_the_host(
-    function: str, t: int, beta1: float, beta2: float, unscale: float
+    function: str, memory: float, t: int, beta1: float, beta2: float, unscale: float
 ) -> None:
     """In float64; a power may differ in its last digits, and 1 - beta^t then by a few more where it is small."""
     c = {"beta1": beta1, "beta2": beta2, "unscale": unscale, "shrink": 0.99, "rate": 1e-3}
     c |= {"eps": 1e-5, "centred": False, "forget": 1e-3, "noise": 1e-4, "information": 128.0, "half": 5.0, "slope": 1e3}
+    c["memory"] = memory
     host = device.row(function, c, float(t))
     there = device.row(function, c, torch.tensor([float(t)], dtype=torch.float64))
     assert len(host) == len(there) == device.NUMBERS

@@ -39,7 +39,7 @@ def through_the_kernel(*selected: str) -> dict[str, int]:
 
 
 def test_bits_are_those_of_c_for_each_pair_of_types() -> None:
-    code = "import json; from adabayes.bench import gpu; found = gpu.bits('interpreter', ['AdaBayes-FP, cautious']); "
+    code = "import json; from adabayes.bench import gpu; found = gpu.bits('interpreter', ['AdaBayes, no batch size']); "
     code += "print(json.dumps(found))"
     name, well, said = json.loads(interpreted("-c", code).splitlines()[-1])
     assert well, said
@@ -51,7 +51,7 @@ def test_bits_are_those_of_c_for_each_pair_of_types() -> None:
 def test_bits_are_those_of_c_for_each_variant_and_pair_of_types() -> None:
     _, well, said = json.loads(interpreted("-m", "adabayes.bench.gpu").splitlines()[-1])
     assert well, said
-    assert "42 variants" in said
+    assert "48 variants" in said
 
 
 def test_steps_follow_memory_scalers_and_layouts() -> None:

@@ -435,6 +435,8 @@ def test_an_optimizer_that_wants_the_batch_size_gets_the_protocols() -> None:
     assert optimizers.make(spec_of(batch_size=77), torch.nn.ParameterList([w])).defaults["batch_size"] == 77
     stated = spec_of(batch_size=77, settings={"batch_size": 5})
     assert optimizers.make(stated, torch.nn.ParameterList([w])).defaults["batch_size"] == 5
+    unknown = spec_of(batch_size=77, settings={"batch_size": "unknown"})
+    assert optimizers.make(unknown, torch.nn.ParameterList([w])).defaults["batch_size"] is None
 
 
 def test_the_identity_of_a_run_is_that_of_all_that_it_depends_on() -> None:

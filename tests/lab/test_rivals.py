@@ -16,12 +16,21 @@ from adabayes.lab.run.training import Interrupted, Watch, train
 
 from .conftest import spec_of, without_times
 
+has_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+
+
+def test_a_torch_without_muon_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    with pytest.raises(RuntimeError, match=r"Muon came with torch 2\.9"):
+        MuonAdamW(nn.Linear(2, 2))
+
 
 def names_of(model: nn.Module, optimizer: MuonAdamW) -> set[str]:
     ours = {id(p) for p in optimizer.param_groups[0]["params"]}
     return {name for name, p in model.named_parameters() if id(p) in ours}
 
 
+@has_muon
 def test_matrices_inside_of_a_network_go_to_muon() -> None:
     mlp = models.make("mlp", inputs=3, outputs=1, widths=[4, 5])
     assert names_of(mlp, MuonAdamW(mlp)) == {"0.weight", "2.weight"}  # the last is the output
@@ -34,6 +43,7 @@ def test_matrices_inside_of_a_network_go_to_muon() -> None:
     assert names_of(transformer, MuonAdamW(transformer)) == {f"layers.0.{kind}.weight" for kind in kinds}
 
 
+@has_muon
 def test_steps_are_those_of_torchs_muon_and_adamw() -> None:
     torch.manual_seed(0)
     model = models.make("mlp", inputs=6, outputs=2, widths=[5, 4])
@@ -60,6 +70,7 @@ def test_steps_are_those_of_torchs_muon_and_adamw() -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
+@has_muon
 def test_a_convolution_steps_as_its_matrix_in_any_layout() -> None:
     torch.manual_seed(0)
     start, gradient = torch.randn(4, 3, 3, 3), torch.randn(4, 3, 3, 3)
@@ -76,6 +87,7 @@ def test_a_convolution_steps_as_its_matrix_in_any_layout() -> None:
     torch.testing.assert_close(*results)
 
 
+@has_muon
 def test_runs_resume_bit_for_bit(digits: Data, tmp_path: Path) -> None:
     spec = spec_of("adamw", optimizer_class="adabayes.lab.rivals.MuonAdamW", settings={"lr": 3e-3}, epochs=3)
     whole, folder = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")
@@ -88,6 +100,7 @@ def test_runs_resume_bit_for_bit(digits: Data, tmp_path: Path) -> None:
     assert without_times(folder.metrics()) == without_times(whole.metrics())
 
 
+@has_muon
 def test_a_network_without_matrices_is_refused() -> None:
     with pytest.raises(ValueError, match="has no matrices for Muon"):
         MuonAdamW(nn.Linear(3, 2))

@@ -33,6 +33,7 @@ Maker = Callable[..., torch.optim.Optimizer]
 
 VARIANTS: dict[str, Maker] = {
     "AdaBayes": partial(AdaBayes, batch_size=100),  # no power of 2, whose products would be exact in any order
+    "AdaBayes, no batch size": AdaBayes,
     "AdaBayes, paper": partial(AdaBayes, dynamics="paper"),
     "AdaBayes, sum, ascending": partial(AdaBayes, reduction="sum", batch_size=7, beta1=0.0, maximize=True),
     "AdaBayes-FP": AdaBayesFP,

@@ -14,7 +14,7 @@ from adabayes.diagnostics._names import named_with_state
 from adabayes.filtering import drift, fixed_point
 from adabayes.optim._tensors import local, real_view
 from adabayes.optim._two_rates import unwrap
-from adabayes.rates import batch_size_of
+from adabayes.rates import batch_size_of, memory_of
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -237,5 +237,7 @@ def _memory(group: dict[str, Any]) -> float:
     """Return the share of past squared gradients that the optimizer remembers from one step to the next."""
     if "dynamics" not in group:
         return float(group["betas"][1])
+    if steps := memory_of(group["batch_size"], group["dynamics"]):
+        return (steps - 1) / (steps + 1)
     base_lr = group["base_lr"]
     return math.exp(-2 * drift(base_lr, group["lr_sgd"], batch_size_of(group["batch_size"], base_lr)))

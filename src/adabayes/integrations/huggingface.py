@@ -12,7 +12,7 @@ except ImportError as error:
     raise ImportError("this module needs transformers: pip install '.[hf]' in the folder of AdaBayes") from error
 
 from adabayes.integrations._scalars import scalars_of
-from adabayes.optim import AdaBayes, AdaBayesK
+from adabayes.optim import AdaBayesK
 from adabayes.optim._two_rates import unwrap
 
 __all__ = ["RegimesCallback", "global_batch_size", "optimizer_cls_and_kwargs"]
@@ -23,9 +23,9 @@ def optimizer_cls_and_kwargs(
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return what the Trainer's argument of the same name takes, with the settings of ``args``.
 
-    ``lr`` is ``learning_rate``. AdaBayes gets ``batch_size`` as well: see :func:`global_batch_size`. The Trainer itself
-    makes a group that decays, by ``weight_decay``, and one of biases and norms that does not. The betas of
-    ``args`` are not used, because their defaults are AdamW's.
+    ``lr`` is ``learning_rate``. For the paper's form of AdaBayes, give ``batch_size`` as well: see
+    :func:`global_batch_size`. The Trainer itself makes a group that decays, by ``weight_decay``, and one of biases and
+    norms that does not. The betas of ``args`` are not used, because their defaults are AdamW's.
 
     Args:
         args: the arguments that the Trainer gets.
@@ -37,10 +37,7 @@ def optimizer_cls_and_kwargs(
         >>> optimizer_cls_and_kwargs(args, lr_sgd=1.0)
         (<class 'adabayes.optim.adabayes_k.AdaBayesK'>, {'lr': 0.001, 'lr_sgd': 1.0})
     """
-    settings: dict[str, Any] = {"lr": args.learning_rate}
-    if issubclass(cls, AdaBayes):
-        settings["batch_size"] = global_batch_size(args)
-    return cls, settings | options
+    return cls, {"lr": args.learning_rate, **options}
 
 
 def global_batch_size(args: TrainingArguments) -> int:

@@ -31,6 +31,7 @@ class Variant(NamedTuple):
     round_params: bool = False
     centred: bool = False
     cautious: bool = False
+    memory: bool = False
     found_inf: bool = False
 
     @property
@@ -39,7 +40,7 @@ class Variant(NamedTuple):
         return 3 * self.param.itemsize + 4 * self.state.itemsize
 
     def __str__(self) -> str:
-        options = [name for name in ("round_params", "centred", "cautious", "found_inf") if getattr(self, name)]
+        options = [name for name in ("round_params", *device.OPTIONS, "found_inf") if getattr(self, name)]
         types = f"{str(self.param).removeprefix('torch.')}/{str(self.state).removeprefix('torch.')}"
         return " ".join([self.function.removesuffix("_step"), types, *options])
 
@@ -60,14 +61,16 @@ class Compiled(NamedTuple):
 
 def variants() -> Iterator[Variant]:
     """Yield every variant that a step can need."""
-    settled = [("adabayes_fp_step", centred, cautious) for centred, cautious in product((False, True), repeat=2)]
-    for (function, centred, cautious), (param, state), found_inf in product(
-        (("adabayes_step", False, False), *settled),
+    either = False, True
+    filters = [("adabayes_step", False, False, memory) for memory in either]
+    settled = [("adabayes_fp_step", centred, cautious, False) for centred, cautious in product(either, repeat=2)]
+    for (function, centred, cautious, memory), (param, state), found_inf in product(
+        (*filters, *settled),
         sorted(device.PAIRS, key=str),
         (False, True),
     ):
         for round_params in (False, True)[: 1 + (param == torch.bfloat16)]:
-            yield Variant(function, param, state, round_params, centred, cautious, found_inf)
+            yield Variant(function, param, state, round_params, centred, cautious, memory, found_inf)
 
 
 def compile_for(target: str, variant: Variant) -> Compiled:

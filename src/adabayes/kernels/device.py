@@ -25,6 +25,7 @@ from adabayes.random_bits import MASK, scatter
 
 __all__ = [
     "BY_DEFAULT",
+    "OPTIONS",
     "PAIRS",
     "REGISTERS",
     "Launch",
@@ -47,6 +48,7 @@ COUNTED = 128  # step counts of a program
 WIDTH = 6  # of the table: addresses of parameter and state, numel, index, address of the step count
 NUMBERS = 10  # of a row: the step count and the numbers of the update
 WARPS = 4  # of a program
+OPTIONS = ("centred", "cautious", "memory")  # numbers of an update for which, if they are not 0, it has code of its own
 # Of a thread: five programs then fit into a multiprocessor. Left alone, Nvidia's compiler keeps to 64 and spills some.
 REGISTERS = 96
 
@@ -95,7 +97,7 @@ def _kernels() -> ModuleType:
 
 @cache
 def constants(
-    function: str, param: torch.dtype, state: torch.dtype, round_params: bool, centred: bool, cautious: bool
+    function: str, param: torch.dtype, state: torch.dtype, round_params: bool, *chosen: bool
 ) -> dict[str, Any]:
     """Return the types and constants that a variant of the kernel is compiled for."""
     import triton.language as tl
@@ -104,8 +106,7 @@ def constants(
     low = torch.bfloat16
     return {
         "FP": function == "adabayes_fp_step",
-        "CENTRED": centred,
-        "CAUTIOUS": cautious,
+        **dict(zip(map(str.upper, OPTIONS), chosen)),
         "P": types[param],
         "S": types[state],
         "P_BF16": param == low,
@@ -207,7 +208,7 @@ class Launch:
                 if found_inf is not None and found_inf.item():  # where the counts are must be known
                     return
                 rows, found_inf = self._from_host(function, numbers, steps, t), None
-            chosen = (bool(numbers.get(option)) for option in ("centred", "cautious"))
+            chosen = (bool(numbers.get(option)) for option in OPTIONS)
             fixed = constants(function, *self._dtypes, round_params, *chosen)
             if len(self.pieces):
                 kernels.fused_step[(len(self.pieces),)](
@@ -310,8 +311,11 @@ def row(function: str, c: Mapping[str, Any], t: Any) -> list[Any]:
         outer = root * (c["eps"] / 2)
         weight2 = (1 - beta2) * unscale * unscale
         return [*common, rate * root / first, beta2, weight2, outer * outer, outer, 1 / unscale]
-    information, slope = c["information"] * unscale * unscale, c["slope"] * unscale
-    return [*common, rate / first, c["forget"], c["noise"], information, c["half"], slope]
+    information, half, slope = c["information"] * unscale * unscale, c["half"], c["slope"] * unscale
+    if c["memory"]:
+        share = 1 / (t.clamp(max=c["memory"]) if isinstance(t, Tensor) else min(t, c["memory"]))
+        return [*common, rate / first, (1 - share) / 2, share * half, share, half, slope]
+    return [*common, rate / first, c["forget"], c["noise"], information, half, slope]
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -29,7 +29,7 @@
 #define HAS_CLONES 0
 #endif
 
-#define ABI_VERSION 5
+#define ABI_VERSION 6
 #define UNIT 64
 #define SHARE (32768 / UNIT) /* units that are worth a thread */
 #define MAX_THREADS 256
@@ -66,6 +66,7 @@ typedef struct {
     double information;     /* curvature per squared gradient */
     double half;            /* 0.5 / lr_sgd: for the start of a filter */
     double slope;           /* rms gradient to precision at the start: 1 / lr; 0 to start at lr_sgd */
+    double memory;          /* in steps; 0 if it follows from the numbers above */
 } adabayes_numbers;
 
 typedef struct {
@@ -76,6 +77,7 @@ typedef struct {
 
 typedef struct {
     double first, second;   /* 1 - beta^step */
+    double step;
 } bias_corrections;
 
 /* Numbers of 16 bits */
@@ -140,6 +142,7 @@ static uint32_t key_of(int64_t seed, int64_t index, double step) {
     return scatter(key + (uint32_t)(int64_t)step);
 }
 
+#define LEAST_GAIN 1e-30 /* as in rates.py */
 #define PARAM_STREAM 0x9e3779b9u /* keeps the bits of parameters apart from those of state */
 
 /* The updates, for each pair of types */
@@ -245,7 +248,7 @@ static void take_shares(void *data) {
     job *j = data;
     const tensors *t = j->t;
     const common_numbers *c = j->numbers;
-    bias_corrections bias = {1, 1};
+    bias_corrections bias = {1, 1, 0};
     double last_step = -1; /* most tensors have the same count, and a power takes longer than a small tensor */
     for (;;) {
         int64_t share = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED);
@@ -258,7 +261,7 @@ static void take_shares(void *data) {
                 int64_t end = to < last ? (to - first) * UNIT : t->numels[i];
                 double step = step_of(t, i);
                 if (step != last_step) {
-                    bias = (bias_corrections){1 - pow(c->beta1, step), 1 - pow(c->beta2, step)};
+                    bias = (bias_corrections){1 - pow(c->beta1, step), 1 - pow(c->beta2, step), step};
                     last_step = step;
                 }
                 uint32_t key = key_of(t->seed, t->indices[i], step);

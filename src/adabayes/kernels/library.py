@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["DTYPES", "LIBRARY", "PAIRS", "call", "instruction_set", "stream", "thread_source", "unavailable"]
 
-ABI_VERSION = 5  # as in fused.c
+ABI_VERSION = 6  # as in fused.c
 LIBRARY = Path(__file__).with_name("_fused.dll" if sys.platform == "win32" else "_fused.so")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 PAIRS = {  # of parameter and state
@@ -47,7 +47,7 @@ _COMMON = ("unscale", "beta1", "beta2", "shrink", "rate")
 NUMBERS = {
     "adabayes_step": _structure(
         "AdaBayesNumbers",
-        dict.fromkeys((*_COMMON, "forget", "noise", "information", "half", "slope"), ctypes.c_double),
+        dict.fromkeys((*_COMMON, "forget", "noise", "information", "half", "slope", "memory"), ctypes.c_double),
     ),
     "adabayes_fp_step": _structure(
         "AdaBayesFPNumbers", dict.fromkeys((*_COMMON, "eps", "centred", "cautious"), ctypes.c_double)

@@ -8,8 +8,9 @@
         uint32_t key)
 
 /* predict: gain + (noise - forget * gain); update: prior / (1 + prior * B g^2). A filter that has not started, whose
- * state is all zero, starts at the fixed point of its first gradient (or, if slope is 0, at lr_sgd). */
-#define FILTER(MAY_START, from)                                                                                    \
+ * state is all zero, starts at the fixed point of its first gradient (or, if slope is 0, at lr_sgd). With MEMORY, it
+ * remembers so many steps: gain / (h + sqrt(h^2 + share (gain g / lr)^2)), h = (1 - share (1 - gain / lr_sgd)) / 2. */
+#define FILTER(MAY_START, MEMORY, from)                                                                              \
     for (int32_t i = from; i < from + UNIT; i++) {                                                                 \
         const uint32_t who = (first + (uint32_t)i) ^ key, random = mix(who), more = mix(who ^ PARAM_STREAM);       \
         const REAL gi = (REAL)LOAD_PARAM(g[i]);                                                                    \
@@ -19,7 +20,10 @@
         const REAL line = slope * gi;                                                                              \
         const REAL begun = unstarted ? 1 / (half + SQRT(half * half + line * line)) : before;                      \
         const REAL next = begun + (noise - forget * begun), prior = next < noise ? noise : next;                   \
-        const REAL posterior = prior / (1 + prior * (information * gi * gi));                                      \
+        const REAL alive = begun < (REAL)LEAST_GAIN ? (REAL)LEAST_GAIN : begun;                                    \
+        const REAL h = rest + pull * alive, known = line * alive;                                                  \
+        const REAL posterior = MEMORY ? alive / (h + SQRT(h * h + portion * (known * known)))                      \
+                                      : prior / (1 + prior * (information * gi * gi));                             \
         const REAL moved = (REAL)LOAD_PARAM(p[i]) * shrink - size * (posterior * mean);                            \
         p[i] = STORE_PARAM(moved, more);                                                                           \
         m[i] = STORE_STATE(mean, random);                                                                          \
@@ -38,6 +42,8 @@ RUN(adabayes) {
     const REAL forget = (REAL)c->forget, noise = (REAL)c->noise;
     const REAL information = (REAL)(c->information * unscale * unscale);
     const REAL half = (REAL)c->half, slope = (REAL)(c->slope * unscale);
+    const double share = c->memory == 0 ? 0 : 1 / (bias->step < c->memory ? bias->step : c->memory);
+    const REAL portion = (REAL)share, rest = (REAL)((1 - share) / 2), pull = (REAL)(share * c->half);
     const REAL size = (REAL)(c->common.rate / bias->first);
     (void)round_params;
 
@@ -45,10 +51,16 @@ RUN(adabayes) {
     for (int32_t from = 0; from < count; from += UNIT) {
         int unstarted = 0;
         for (int32_t i = from; i < from + UNIT; i++) unstarted |= LOAD_STATE(s[i]) == 0;
-        if (unstarted) {
-            FILTER(1, from)
+        if (c->memory != 0) {
+            if (unstarted) {
+                FILTER(1, 1, from)
+            } else {
+                FILTER(0, 1, from)
+            }
+        } else if (unstarted) {
+            FILTER(1, 0, from)
         } else {
-            FILTER(0, from)
+            FILTER(0, 0, from)
         }
     }
 }

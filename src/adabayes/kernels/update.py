@@ -51,18 +51,24 @@ def _narrow(x, random, TYPE: tl.constexpr, BF16: tl.constexpr, STOCHASTIC: tl.co
 
 
 @triton.jit
-def _filter(g, old, before, value, mean, shrink, size, row, columns, BLOCK: tl.constexpr):
+def _filter(g, old, before, value, mean, shrink, size, row, columns, MEMORY: tl.constexpr, BLOCK: tl.constexpr):
     """AdaBayes: the new weights and the new gains."""
-    forget, noise = tl.load(row + 5 * columns), tl.load(row + 6 * columns)
-    information = tl.load(row + 7 * columns)
     half, slope = tl.load(row + 8 * columns), tl.load(row + 9 * columns)
     unstarted = (before == 0) & (old == 0)
     line = slope * g
     start = half + tl.sqrt_rn(half * half + line * line)
     begun = tl.where(unstarted, tl.div_rn(tl.full([BLOCK], 1, tl.float32), start), before)
-    next = begun + (noise - forget * begun)  # noqa: A001 (as in update.h)
-    prior = tl.where(next < noise, noise, next)
-    posterior = tl.div_rn(prior, 1 + prior * (information * g * g))
+    if MEMORY:
+        rest, pull, portion = tl.load(row + 5 * columns), tl.load(row + 6 * columns), tl.load(row + 7 * columns)
+        alive = tl.where(begun < 1e-30, 1e-30, begun)
+        h, known = rest + pull * alive, line * alive
+        posterior = tl.div_rn(alive, h + tl.sqrt_rn(h * h + portion * (known * known)))
+    else:
+        forget, noise = tl.load(row + 5 * columns), tl.load(row + 6 * columns)
+        information = tl.load(row + 7 * columns)
+        next = begun + (noise - forget * begun)  # noqa: A001 (as in update.h)
+        prior = tl.where(next < noise, noise, next)
+        posterior = tl.div_rn(prior, 1 + prior * (information * g * g))
     moved = value * shrink - size * (posterior * mean)
     waits = unstarted & (g == 0) & (tl.broadcast_to(slope, [BLOCK]) != 0)
     return moved, tl.where(waits, 0.0, posterior)
@@ -88,7 +94,8 @@ def _settled(
 @triton.jit
 def _piece(
     at_p, at_g, at_m, at_s, first, numel, key, row, columns,
-    FP: tl.constexpr, CENTRED: tl.constexpr, CAUTIOUS: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
+    FP: tl.constexpr, CENTRED: tl.constexpr, CAUTIOUS: tl.constexpr, MEMORY: tl.constexpr,
+    P: tl.constexpr, S: tl.constexpr,
     P_BF16: tl.constexpr, S_BF16: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One block of one tensor. WHOLE: it is full and starts at multiples of 16 bytes: vectors, without a mask."""
@@ -106,7 +113,7 @@ def _piece(
     if FP:
         moved, second = _settled(g, old, before, value, mean, shrink, size, row, columns, CENTRED, CAUTIOUS)
     else:
-        moved, second = _filter(g, old, before, value, mean, shrink, size, row, columns, BLOCK)
+        moved, second = _filter(g, old, before, value, mean, shrink, size, row, columns, MEMORY, BLOCK)
     who = (first.to(tl.uint32) + i.to(tl.uint32)) ^ key
     random, more = _mix(who), _mix(who ^ 0x9E3779B9) >> 16
     tl.store(p_, _narrow(moved, more, P, P_BF16, ROUND), mask)
@@ -117,7 +124,8 @@ def _piece(
 @triton.jit(do_not_specialize=["columns", "seed"])
 def fused_step(
     table, grads, pieces, rows, found_inf, columns, seed,
-    FP: tl.constexpr, CENTRED: tl.constexpr, CAUTIOUS: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
+    FP: tl.constexpr, CENTRED: tl.constexpr, CAUTIOUS: tl.constexpr, MEMORY: tl.constexpr,
+    P: tl.constexpr, S: tl.constexpr,
     P_BF16: tl.constexpr, S_BF16: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
     BITE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -136,13 +144,13 @@ def fused_step(
     if (((at_p | at_g | at_m | at_s) & 15) == 0) & (first + BLOCK <= numel):
         _piece(
             at_p, at_g, at_m, at_s, first, numel, key, row, columns,
-            FP, CENTRED, CAUTIOUS, P, S, P_BF16, S_BF16, ROUND, BLOCK, True,
+            FP, CENTRED, CAUTIOUS, MEMORY, P, S, P_BF16, S_BF16, ROUND, BLOCK, True,
         )  # fmt: skip
     else:  # the end of a tensor, or a view that starts anywhere in memory: in small bites
         for at in range(0, tl.minimum(numel - first, BLOCK).to(tl.int32), BITE):
             _piece(
                 at_p, at_g, at_m, at_s, first + at, numel, key, row, columns,
-                FP, CENTRED, CAUTIOUS, P, S, P_BF16, S_BF16, ROUND, BITE, False,
+                FP, CENTRED, CAUTIOUS, MEMORY, P, S, P_BF16, S_BF16, ROUND, BITE, False,
             )  # fmt: skip
 
 

@@ -43,14 +43,15 @@ def check(specs: Iterable[Spec]) -> None:
 def make(spec: Spec, model: nn.Module) -> torch.optim.Optimizer:
     """Make the optimizer of a run.
 
-    One that takes a ``batch_size`` gets the protocol's, unless the settings have one. One whose first argument is
-    ``model`` gets the network instead of its parameters.
+    One that takes a ``batch_size`` gets the protocol's, unless the settings have one, or "unknown". One whose first
+    argument is ``model`` gets the network instead of its parameters.
     """
     cls = find_class(spec.optimizer_class)
     settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in spec.settings.items()}
     first, *taken = list(inspect.signature(cls).parameters) or [""]
     if "batch_size" in taken:
         settings.setdefault("batch_size", spec.batch_size)
+        settings |= {"batch_size": None} if settings["batch_size"] == "unknown" else {}
     try:
         return cls(model if first == "model" else model.parameters(), **settings)
     except TypeError as error:

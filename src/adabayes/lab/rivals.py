@@ -33,6 +33,11 @@ class MuonAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         momentum: float = 0.95,
     ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise RuntimeError(
+                f"Muon came with torch 2.9, and this is {torch.__version__}: install a later one, or leave Muon out "
+                "with --optimizers"
+            )
         matrices = _inner_matrices(model)
         inside = {id(p) for p in matrices}
         others = [p for p in model.parameters() if id(p) not in inside]

@@ -13,7 +13,7 @@ from adabayes import filtering
 from adabayes.optax._chain import chain
 from adabayes.optax._leaves import Leaves
 from adabayes.optax._numbers import Rate, Rates, Scalar, TwoRates, bias_correction, caster, check, plain
-from adabayes.rates import RATIO, batch_size_of
+from adabayes.rates import LEAST_GAIN, batch_size_of, memory_of, ratio_of
 
 
 class ScaleByAdaBayesState(NamedTuple):
@@ -46,7 +46,7 @@ def scale_by_adabayes(
 
     The chain has to scale by the learning rate afterwards. Arguments are those of :func:`adabayes`.
     """
-    rates = TwoRates(learning_rate, base_lr, lr_sgd, RATIO)
+    rates = TwoRates(learning_rate, base_lr, lr_sgd, ratio_of(batch_size, dynamics))
     learning_rate, batch_size, b1 = map(plain, (learning_rate, batch_size, b1))
     check("batch_size", batch_size, 1, math.inf)
     check("b1", b1, 0, 1)
@@ -54,7 +54,7 @@ def scale_by_adabayes(
         raise ValueError(f"Invalid dynamics: {dynamics!r}. It must be 'exact' or 'paper'.")
     rates.warn_if_closed(batch_size)
     leaves = Leaves(mu_dtype, state_dtype, seed)
-    exact = dynamics == "exact"
+    exact, memory = dynamics == "exact", memory_of(batch_size, dynamics)
 
     def init(params: optax.Params) -> ScaleByAdaBayesState:
         counts = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)  # two buffers, so that both can be donated
@@ -87,8 +87,13 @@ def scale_by_adabayes(
             else:
                 start, waits = number(lr_sgd * schedule), paused
                 flow = filtering.euler(number(k * schedule), number(lr_sgd * schedule))
-            prior = filtering.predict(jnp.where(unstarted, start, gain), flow)  # Eq. 17b
-            posterior = filtering.update(prior, filtering.curvature(g, number(examples)))  # Eq. 18a
+            begun = jnp.where(unstarted, start, gain)
+            if memory is not None:
+                alive, last = jnp.maximum(begun, LEAST_GAIN), number(jnp.minimum(steps, memory))
+                posterior = filtering.remember(alive, g, number(base_lr), number(lr_sgd), last)
+            else:
+                prior = filtering.predict(begun, flow)  # Eq. 17b
+                posterior = filtering.update(prior, filtering.curvature(g, number(examples)))  # Eq. 18a
             posterior = jnp.where(waits, 0 if exact else gain, posterior)  # as it was; a 0 is faster
             return posterior * mean * number(scale), mean, posterior
 
@@ -124,19 +129,19 @@ def adabayes(
             with it.
         lr_sgd: learning rate for weights with small gradients, while ``learning_rate`` is at its base, in units of the
             averaged gradient. Coming from ``optax.sgd(lr, momentum)``, which sums instead, give
-            ``lr / (1 - momentum)``. None: 100 times the base, the paper's ratio.
+            ``lr / (1 - momentum)``. None: 1e5 times the base; with a ``batch_size``, the paper's 100 times.
         batch_size: number of examples in a whole step, over all devices and accumulated gradients. It sets the upper
             end of the Adam-like window, ``1 / (batch_size * learning_rate)``; larger gradients get less than Adam's
-            learning rate. None: unknown, taken as ``0.01 / base_lr``, which keeps the window open to gradients of 100.
-            When in doubt, take :func:`adabayes_fp`, which does not need it.
+            learning rate. None: unknown. The filter of each weight then remembers the last 100 steps, whatever the size
+            of its gradients; with ``dynamics="paper"``, it is taken as ``0.01 / base_lr``.
         b1: decay of the averaged gradient (momentum).
         weight_decay: decoupled, as in ``optax.adamw``: each step multiplies weights by
             ``1 - learning_rate * weight_decay``.
         mask: weights to decay, as in ``optax.adamw``.
         base_lr: ``learning_rate`` without its schedule, usually its peak. The filter runs at this rate and
             ``lr_sgd``. None: the first value of ``learning_rate``, whether a number, a schedule or traced (as by
-            ``inject_hyperparams``); if that is 0, ``lr_sgd / 100``, the paper's ratio, or 1e-3. So give it with a
-            warm-up. With the default ``lr_sgd``, it does not influence where the gain settles.
+            ``inject_hyperparams``); if that is 0, it follows from ``lr_sgd`` by that ratio, or is 1e-3. So give it with
+            a warm-up. With the default ``lr_sgd``, it does not influence where the gain settles.
         dynamics: ``"exact"`` or ``"paper"``, as for :class:`adabayes.AdaBayes`.
         mu_dtype: dtype of the averaged gradient, real or complex. None: that of the rest of the state.
         state_dtype: dtype of the state. None: the parameters', and fp32 for those of less precision. bfloat16 is

@@ -52,6 +52,9 @@ class Batch:
     def mul_(self, other: Operand) -> Batch:
         return self._change("mul", other)
 
+    def div_(self, other: Operand) -> Batch:
+        return self._change("div", other)
+
     def addcmul_(self, one: Batch, other: Batch, value: float) -> Batch:
         return self._change("addcmul", one, other, value=value)
 
@@ -59,7 +62,11 @@ class Batch:
         return self._change("maximum", other)
 
     def clamp_(self, least: Operand, most: Operand) -> Batch:
-        return self._change("clamp_min", least)._change("clamp_max", most)
+        return self.at_least_(least)._change("clamp_max", most)
+
+    def at_least_(self, least: Operand) -> Batch:
+        """Raise what is below a number; nan stays."""
+        return self._change("clamp_min", least)
 
     def neg(self) -> Batch:
         return self._new("neg")

@@ -12,7 +12,7 @@ from adabayes.optim._checks import check_range, explain
 from adabayes.optim._engine import EngineOptimizer, Group
 from adabayes.optim._state import own_state
 from adabayes.optim._tensors import as_float
-from adabayes.rates import RATIO, base_lr_of, lr_sgd_of, warn_if_papers, warn_if_swapped
+from adabayes.rates import SETTLED_RATIO, base_lr_of, lr_sgd_of, warn_if_papers, warn_if_swapped
 
 __all__ = ["TwoRateOptimizer", "unwrap"]
 
@@ -23,7 +23,6 @@ _NOT_OURS = {"eps", "amsgrad", "foreach", "fused", "capturable", "differentiable
 class TwoRateOptimizer(EngineOptimizer):
     """Resolves ``lr_sgd`` of each group, returns the learning rate of each weight, and continues from AdamW's state."""
 
-    RATIO: ClassVar[float] = RATIO  # lr_sgd / lr, where lr_sgd is not given
     ROTATES: ClassVar[bool] = False  # whether learning rates are those of directions, not of weights
 
     # Groups
@@ -39,12 +38,16 @@ class TwoRateOptimizer(EngineOptimizer):
         warn_if_papers(base_lr, weight_decay)
 
     def _default_lr_sgd(self, group: Group) -> float:
-        """Return ``lr_sgd`` of a group that does not give its own: in the defaults' ratio, or in that of the class."""
-        base_lr = group.get("base_lr", self.defaults["base_lr"])
-        return float(lr_sgd_of(base_lr, (self.defaults["base_lr"], self.defaults["lr_sgd"]), self.RATIO))
+        """Return ``lr_sgd`` of a group that does not give its own: in the defaults' ratio, or in the usual one."""
+        base_lr, ratio = group.get("base_lr", self.defaults["base_lr"]), self._ratio({**self.defaults, **group})
+        return float(lr_sgd_of(base_lr, (self.defaults["base_lr"], self.defaults["lr_sgd"]), ratio))
+
+    def _ratio(self, group: Group) -> float:
+        """Return ``lr_sgd / lr`` of a group where ``lr_sgd`` is not given."""
+        return SETTLED_RATIO
 
     def _base_lr(self, group: Group) -> float:
-        return float(base_lr_of(as_float(group["lr"]), group.get("lr_sgd"), self.RATIO))
+        return float(base_lr_of(as_float(group["lr"]), group.get("lr_sgd"), self._ratio(group)))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         lacking = [group for group in state["param_groups"] if group.get("lr_sgd") is None]
@@ -56,7 +59,7 @@ class TwoRateOptimizer(EngineOptimizer):
         super()._check_group(group)
         lr_sgd = group["lr_sgd"]
         if lr_sgd is not None:
-            hint = f" It must be above 0; leave it out for {self.RATIO:g} * lr. To freeze parameters, set lr=0."
+            hint = f" It must be above 0; leave it out for {self._ratio(group):g} * lr. To freeze parameters, set lr=0."
             check_range("lr_sgd", lr_sgd, hint=hint)
             if lr_sgd == 0:
                 raise ValueError(f"Invalid lr_sgd: 0.{hint}")

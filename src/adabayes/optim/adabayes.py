@@ -16,7 +16,7 @@ from adabayes.optim._fused import Kernel
 from adabayes.optim._state import Entry
 from adabayes.optim._tensors import Scalar, as_float, real_view
 from adabayes.optim._two_rates import TwoRateOptimizer
-from adabayes.rates import batch_size_of, warn_if_closed
+from adabayes.rates import LEAST_GAIN, batch_size_of, memory_of, ratio_of, warn_if_closed
 
 __all__ = ["AdaBayes"]
 
@@ -34,6 +34,7 @@ class _Numbers(NamedTuple):
     eta: float
     lr_sgd: Scalar  # as the filter has it
     to_mean: float
+    memory: int | None  # in steps, where it does not follow from a batch size
     decide: bool  # whether the program may depend on numbers: not while a graph is captured
 
     def start(self, gradient: Tensor) -> Tensor | Scalar:
@@ -48,6 +49,7 @@ class _Numbers(NamedTuple):
             "information": self.information,
             "half": 0.5 / lr_sgd if isinstance(lr_sgd, Tensor) or lr_sgd else math.inf,
             "slope": self.to_mean / self.eta if self.exact else 0.0,
+            "memory": self.memory or 0.0,
         }
 
 
@@ -73,14 +75,15 @@ class AdaBayes(TwoRateOptimizer):
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
         lr: Adam's learning rate. A scheduler, or a group with its own ``lr``, scales ``lr_sgd`` with it. If it is 0, to
-            be set later, the base learning rate is ``lr_sgd / 100`` or, without ``lr_sgd``, 1e-3.
+            be set later, the base learning rate follows from ``lr_sgd`` by the ratio below or, without it, is 1e-3.
         lr_sgd: learning rate for weights with small gradients, in units of the averaged gradient. Coming from
-            ``torch.optim.SGD(lr, momentum)``, which sums instead, give ``lr / (1 - momentum)``. None: ``100 * lr``,
-            the paper's ratio.
+            ``torch.optim.SGD(lr, momentum)``, which sums instead, give ``lr / (1 - momentum)``. None: ``1e5 * lr``;
+            with a ``batch_size``, the paper's ``100 * lr``.
         batch_size: number of examples in a step, over all devices and accumulated gradients. It sets how fast the
             filter adapts (in about ``lr_sgd / (batch_size * lr**2)`` steps), and gradients above
-            ``1 / (batch_size * lr)`` get less than Adam's learning rate. None: unknown, taken as ``0.01 / lr``, which
-            keeps that window open to gradients of 100. When in doubt, take AdaBayesFP, which does not need it.
+            ``1 / (batch_size * lr)`` get less than Adam's learning rate. None: unknown. The filter of each weight then
+            remembers the last 100 steps (:func:`adabayes.filtering.remember`), whatever the size of its gradients;
+            with ``dynamics="paper"``, it is taken as ``0.01 / lr``.
         beta1: decay of the averaged gradient (momentum).
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
             The paper's lambda = 5e-5 at lr = 1e-3 is 0.05.
@@ -162,11 +165,17 @@ class AdaBayes(TwoRateOptimizer):
         mean, gain = state["exp_avg"], state["gain"]
         waiting = _start_(gain, mean, gradient, c)
         mean.lerp_(gradient, 1 - c.beta1)
+        size = c.rate / (1 - c.beta1**t)
+        if c.memory:
+            _remember_(gain, gradient, c, t)
+            for place, where in waiting:
+                gain.replace_(place, gain.tensors[place].masked_fill(where, 0))
+            return Step(mean.mul(gain), size=size)
         prior = gain.lerp_(c.settled, c.forget)  # predict: gain + (noise - forget * gain)
         precision = prior.reciprocal_().addcmul_(gradient, gradient, c.information)  # update: 1 / prior + B g^2
         for place, where in waiting:
             precision.replace_(place, precision.tensors[place].masked_fill(where, math.inf))
-        return Step(mean, precision, size=c.rate / (1 - c.beta1**t), after=precision.reciprocal_)  # the gain again
+        return Step(mean, precision, size=size, after=precision.reciprocal_)  # the gain again
 
     def numbers(self, group: Group, lr: Scalar) -> _Numbers | None:
         exact = group["dynamics"] == "exact"
@@ -197,6 +206,7 @@ class AdaBayes(TwoRateOptimizer):
             eta=base_lr,
             lr_sgd=lr_sgd,
             to_mean=to_mean,
+            memory=memory_of(group["batch_size"], group["dynamics"]),
             decide=not (torch.compiler.is_compiling() or group["capturable"]),
         )
 
@@ -208,6 +218,9 @@ class AdaBayes(TwoRateOptimizer):
         super()._complete_group(group)
         given = {**self.defaults, **group}
         warn_if_closed(given["base_lr"], given["lr_sgd"], given["batch_size"])
+
+    def _ratio(self, group: Group) -> float:
+        return ratio_of(group["batch_size"], group["dynamics"])
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
@@ -232,6 +245,15 @@ class AdaBayes(TwoRateOptimizer):
         schedule = self._schedule(group)
         lr_sgd = group["lr_sgd"] * (schedule if group["dynamics"] == "paper" and schedule else 1.0)
         return torch.where(is_unstarted(gain, mean), 1.0, gain / lr_sgd)
+
+
+def _remember_(gain: Batch, gradient: Batch, c: _Numbers, t: Scalar) -> None:
+    """Update gains whose filters remember the last steps, in the beginning all: :func:`adabayes.filtering.remember`."""
+    assert c.memory
+    share = 1 / (t.clamp(max=c.memory) if isinstance(t, Tensor) else min(t, c.memory))
+    half = gain.at_least_(LEAST_GAIN).mul(share * (0.5 / c.lr_sgd)).add_((1 - share) / 2)
+    step = gradient.mul(share**0.5 * (c.to_mean / c.eta)).mul_(gain)
+    gain.div_(step.mul_(step).addcmul_(half, half, 1.0).sqrt_().add_(half))
 
 
 def _start_(gain: Batch, mean: Batch, gradient: Batch, c: _Numbers) -> list[tuple[int, Tensor]]:

@@ -15,7 +15,6 @@ from adabayes.optim._fused import Kernel
 from adabayes.optim._state import Entry, own_state
 from adabayes.optim._tensors import Scalar, as_float, real_view
 from adabayes.optim._two_rates import TwoRateOptimizer
-from adabayes.rates import SETTLED_RATIO
 
 __all__ = ["AdaBayesFP"]
 
@@ -96,7 +95,6 @@ class AdaBayesFP(TwoRateOptimizer):
 
     STATE = {"exp_avg": Entry(), "exp_avg_sq": Entry()}  # noqa: RUF012
     KERNEL: ClassVar[Kernel | None] = SETTLED
-    RATIO = SETTLED_RATIO
 
     @explains_unknown
     def __init__(

@@ -77,10 +77,10 @@ def draw(records: Sequence[Record]) -> Figure:
         if missing:
             last.text(1.06, place, f"{missing} not", fontsize=6, va="center", color=o["light"])
     last.set(title="training to AdamW's loss", xlabel="share of the steps", xlim=(0, 1.25))
+    last.set_ylim(len(content["optimizers"]) - 0.5, -0.5)  # the first one on top
     last.set_yticks(range(len(content["optimizers"])), [o["label"] for o in content["optimizers"]])
     for label, o in zip(last.get_yticklabels(), content["optimizers"]):
         label.set_color(o["light"])
-    last.invert_yaxis()
     return figure
 
 
