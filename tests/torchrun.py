@@ -9,7 +9,8 @@ from pathlib import Path
 
 __all__ = ["LOOPBACK", "torchrun"]
 
-LOOPBACK = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+# A process that dies of a signal says where.
+LOOPBACK = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def torchrun(world: int, script: str, *arguments: Path) -> None:

@@ -309,6 +309,19 @@ class _Route(NamedTuple):
     received: list[int]
 
 
+class _Travel(NamedTuple):
+    """Units on their way. It holds those that were sent: gloo's threads read them until all have arrived."""
+
+    sent: Tensor
+    come: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.come
+
+
 class Exchange:
     """Takes the shards of gradients to the owners of their blocks, and the steps back."""
 
@@ -349,22 +362,19 @@ class Exchange:
     def to_blocks(self, shards: Sequence[Tensor]) -> Tensor:
         """Send shards to the owners of their blocks; return the blocks that this process owns."""
         units = torch.cat([self._units(x, width) for x, width in zip(shards, self._widths)])
-        come, work = self._send(units, self._there)
-        blocks = come.new_zeros(sum(end - begin for begin, end in self.ranges), self._m, self._n)
-        if work is not None:
-            work.wait()
-        blocks.view(-1, self._unit)[self._there.put] = come
+        travel = self._send(units, self._there)
+        blocks = units.new_zeros(sum(end - begin for begin, end in self.ranges), self._m, self._n)
+        blocks.view(-1, self._unit)[self._there.put] = travel.wait()
         return blocks
 
     def from_blocks(
         self, blocks: Tensor, shapes: Sequence[Sequence[int]], meanwhile: Callable[[], Any] | None
     ) -> list[Tensor]:
         """Send blocks to where their shards are, and do something else on the way; return the shards that are here."""
-        come, work = self._send(blocks.reshape(-1, self._unit), self._back)
+        travel = self._send(blocks.reshape(-1, self._unit), self._back)
         if meanwhile is not None:
             meanwhile()
-        if work is not None:
-            work.wait()
+        come = travel.wait()
         units = torch.empty_like(come)
         units[self._back.put] = come
         shards, first = [], 0
@@ -380,13 +390,13 @@ class Exchange:
         filling = width - rows.shape[1]
         return (pad(rows, (0, filling)) if filling else rows).reshape(-1, self._unit)
 
-    def _send(self, units: Tensor, route: _Route) -> tuple[Tensor, Any]:
+    def _send(self, units: Tensor, route: _Route) -> _Travel:
         packed = units[route.take]
         if not self._travels:
-            return packed, None
+            return _Travel(packed, packed, None)
         come = packed.new_empty(sum(route.received), self._unit)
         work = dist.all_to_all_single(come, packed, route.received, route.sent, group=self._group, async_op=True)
-        return come, work
+        return _Travel(packed, come, work)
 
     def _routes(self, place: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the owners of all units of a process, their indices there, and which of the matrices they are of."""

@@ -38,7 +38,9 @@ class SharedWork:
         sent = like.new_zeros(max(map(len, shares)), sum(sizes))
         sent[: len(mine)] = torch.cat([x.flatten(1) for x in done.values()], 1)
         come = sent.new_empty(len(shares) * len(sent), sent.shape[1])
-        dist.all_gather_into_tensor(come, sent, group=self._group)
+        renamed = hasattr(dist, "all_gather_single")  # in torch 2.13, which warns of the old name
+        gather = dist.all_gather_single if renamed else dist.all_gather_into_tensor
+        gather(come, sent, group=self._group)
         found = torch.cat([part[: len(share)] for part, share in zip(come.split(len(sent)), shares)])
         order = torch.tensor([block for share in shares for block in share], device=like.device).argsort()
         columns = found[order].split(sizes, 1)
