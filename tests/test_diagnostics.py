@@ -355,6 +355,9 @@ def test_the_plan_for_matrices_in_numbers() -> None:
     for name in ("block_size", "max_size", "devices", "learn_every", "refresh"):
         with pytest.raises(ValueError, match=f"Invalid {name}: 0. It must be at least 1"):
             matrix_memory_plan([(30, 20)], **{name: 0})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"Invalid {name}: 2.5. It must be a whole number"):
+            matrix_memory_plan([(30, 20)], **{name: 2.5})  # type: ignore[arg-type]
+        assert matrix_memory_plan([(30, 20)], **{name: 2.0}) == matrix_memory_plan([(30, 20)], **{name: 2})  # type: ignore[arg-type]
     assert matrix_memory_plan([(256, 384)]).state == 4 * 6 * 256 * 384  # whole blocks: 4 numbers beside AdamW's 2
 
 

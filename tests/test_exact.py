@@ -87,17 +87,17 @@ def test_distributed_checkpointing_does_not_spoil_the_start() -> None:
 
 
 @pytest.mark.parametrize("dynamics", ["exact", "paper"])
-@pytest.mark.parametrize(("lr_sgd", "base_lr"), [(None, 1e-3), (0.1, 1e-3), (0.5, 5e-3)])
-def test_a_group_made_at_lr_zero_is_a_schedule_of_the_usual_rates(
-    dynamics: Literal["exact", "paper"], lr_sgd: float | None, base_lr: float
+@pytest.mark.parametrize("lr_sgd", [None, 0.1, 0.5])
+def test_a_group_made_at_lr_zero_is_a_schedule_of_the_usual_rate(
+    dynamics: Literal["exact", "paper"], lr_sgd: float | None
 ) -> None:
     """As with warm-ups that set the rate themselves: they must not make their first, tiny rate the base of all."""
     late = AdaBayes([zeros(2)], 0.0, lr_sgd, BATCH, dynamics=dynamics)
-    prompt = AdaBayes([zeros(2)], base_lr, lr_sgd, BATCH, dynamics=dynamics)
+    prompt = AdaBayes([zeros(2)], 1e-3, lr_sgd, BATCH, dynamics=dynamics)
     assert late.param_groups[0]["lr_sgd"] == prompt.param_groups[0]["lr_sgd"]
     for factor in (0.001, 0.01, 1.0):
         for optimizer in (late, prompt):
-            optimizer.param_groups[0]["lr"] = factor * base_lr
+            optimizer.param_groups[0]["lr"] = factor * 1e-3
         assert torch.equal(step(late, [1.0, 1e-4]), step(prompt, [1.0, 1e-4]))
     assert all(torch.equal(a, b) for a, b in zip(all_state(late), all_state(prompt)))
 

@@ -491,6 +491,18 @@ def test_nan_and_infinity_stay_where_they_are(cls: type[AdaBayes]) -> None:
         assert all(entry[fine].isfinite().all() for entry in (w, state["exp_avg"], state[list(optimizer.STATE)[1]]))
 
 
+def test_a_gradient_far_above_all_others_does_not_overflow_in_the_filter_that_remembers() -> None:
+    """From a gain of lr_sgd = 100, 1e15 is near the limit of fp32 for squares of gain * gradient / lr / 10."""
+    tensors = torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.float64)
+    optimizers = AdaBayes([tensors[0]], fused=True), AdaBayes([tensors[1]], foreach=True), AdaBayes([tensors[2]])
+    for g in [*[1e-9] * 100, 1e15]:
+        for p, optimizer in zip(tensors, optimizers):
+            p.grad = torch.full_like(p, g)
+            optimizer.step()
+    gains = [optimizer.state[p]["gain"].item() for p, optimizer in zip(tensors, optimizers)]
+    assert gains[:2] == pytest.approx([gains[2]] * 2, rel=1e-5)
+
+
 @CLASSES
 def test_state_is_trusted_again_once_nobody_else_has_it(cls: type[AdaBayes]) -> None:
     """And not before: neither while its dict, an entry of it or only a view of its memory is still held."""

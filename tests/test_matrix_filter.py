@@ -687,6 +687,25 @@ def test_the_same_parameter_twice_takes_two_steps() -> None:
     assert torch.equal(once, twice)
 
 
+@pytest.mark.parametrize("change", [{"block_size": 2}, {"max_size": 4}, {"block_size": 2, "max_size": 4}], ids=str)
+def test_blocks_cannot_change_once_there_is_state(change: dict[str, int]) -> None:
+    """Nothing is changed by the step that raises; with the settings set back, training goes on."""
+    w, bias = torch.ones(6, 6), torch.ones(6)
+    optimizer = AdaBayesK([w, bias])
+    for p in (w, bias):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before, group = w.clone(), optimizer.param_groups[0]
+    usual = {name: group[name] for name in change}
+    group.update(change)
+    with pytest.raises(RuntimeError, match=r"shape \(6, 6\) .* cannot change once there is state: set them back"):
+        optimizer.step()
+    assert torch.equal(w, before)
+    group.update(usual)
+    optimizer.step()
+    assert not torch.equal(w, before)
+
+
 def test_what_it_cannot_do_is_said() -> None:
     w = torch.zeros(3, 3)
     with pytest.raises(TypeError, match=r"takes no capturable. .* AdaBayesFP has it"):

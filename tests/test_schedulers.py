@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as lrs
 
-from adabayes import AdaBayes
+from adabayes import AdaBayes, AdaBayesFP, AdaBayesK
 from tests.conftest import MAKERS, Maker
 
 Schedule = Callable[[torch.optim.Optimizer], Any]
@@ -120,3 +120,16 @@ def test_a_schedule_scales_both_learning_rates() -> None:
     scheduler.step()
     torch.testing.assert_close(optimizer.effective_lr(w), 0.1 * before)
     assert before[0].item() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("cls", [AdaBayes, AdaBayesFP, AdaBayesK])  # AdaBayes with a batch size: test_exact.py
+@pytest.mark.parametrize("lr_sgd", [None, 0.1, 10.0])
+def test_a_rate_that_is_set_later_belongs_to_the_usual_one(cls: Any, lr_sgd: float | None) -> None:
+    later, now = torch.zeros(4, 3), torch.zeros(4, 3)
+    optimizers = cls([later], lr=0.0, lr_sgd=lr_sgd), cls([now], lr=1e-3, lr_sgd=lr_sgd)
+    optimizers[0].param_groups[0]["lr"] = 1e-3
+    for t in range(3):
+        later.grad = now.grad = 1e-2 * torch.randn(4, 3, generator=torch.Generator().manual_seed(t))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(later, now)

@@ -277,6 +277,20 @@ def test_a_group_without_lr_sgd_takes_it_in_proportion() -> None:
     assert optimizer.param_groups[0]["lr_sgd"] == pytest.approx(0.02)
 
 
+def test_a_group_that_has_nothing_but_a_learning_rate_takes_the_rest_from_the_defaults(make: Maker) -> None:
+    """As of a dict that was pruned or made by hand. The copy goes on as the original."""
+    one, other = model(), model()
+    optimizer, loaded = make(one.parameters(), lr=0.01), make(other.parameters(), lr=0.01)
+    train(one, optimizer, range(2))
+    other.load_state_dict(one.state_dict())
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"] = [{name: group[name] for name in ("lr", "params")} for group in saved["param_groups"]]
+    loaded.load_state_dict(saved)
+    train(one, optimizer, range(2, 4))
+    train(other, loaded, range(2, 4))
+    assert_same(optimizer, loaded)
+
+
 def test_state_takes_eight_bytes_a_weight() -> None:
     for cls in (AdaBayes, AdaBayesFP):
         w = torch.zeros(100)

@@ -123,9 +123,9 @@ def remember(variance: Array, gradient: Array, eta: Array, sigma2: Array, steps:
     >>> remember(0.1, gradient=0.5, eta=1e-3, sigma2=0.1, steps=1) == fixed_point(0.25, eta=1e-3, sigma2=0.1)
     True
     """
-    half = (1 - (1 - variance / sigma2) / steps) / 2  # all in units of the variance, so that nothing overflows
-    step = variance * (gradient / eta)
-    return variance / (half + _function("sqrt", half * half + step * step / steps))
+    half = (1 - (1 - variance / sigma2) / steps) / 2  # all in units of the variance, so that hardly anything overflows
+    step = variance * (gradient / (eta * _function("sqrt", steps)))
+    return variance / (half + _function("sqrt", half * half + step * step))
 
 
 def move(mean: Array, variance: Array, gradient: Array) -> Array:

@@ -17,11 +17,10 @@ __all__ = [
     "SETTLED_RATIO",
     "USUAL_LR",
     "WINDOW",
-    "base_lr_of",
     "batch_size_of",
-    "lr_sgd_of",
     "memory_of",
     "ratio_of",
+    "share_of",
     "warn_if_closed",
     "warn_if_papers",
     "warn_if_swapped",
@@ -29,9 +28,9 @@ __all__ = [
 
 Number = Any  # float, or an array that JAX traces
 
-USUAL_LR = 1e-3
+USUAL_LR = 1e-3  # the base of a learning rate that is 0, because a schedule will set it
 RATIO = 100.0  # lr_sgd / lr in the paper
-SETTLED_RATIO = 1e5  # unless the paper's filter is asked for: by the evidence, nowhere worse than AdamW at the same lr
+SETTLED_RATIO = 1e5  # unless the paper's filter is asked for: by the evidence, no difference to AdamW at the same lr
 MEMORY = 100  # steps that AdaBayes remembers, where batch_size is not given
 LEAST_GAIN = 1e-30  # from which such a filter goes on: it multiplies its gain, and would not recover from 0
 WINDOW = 100.0  # gradient up to which the paper's form of AdaBayes is Adam-like, where batch_size is not given
@@ -42,26 +41,14 @@ def memory_of(batch_size: Number | None, dynamics: str) -> int | None:
     return MEMORY if batch_size is None and dynamics == "exact" else None
 
 
+def share_of(t: Number, memory: Number) -> Number:
+    """Return the share that the newest gradient has in what is remembered after t steps: at first, these are all."""
+    return 1 / (min(t, memory) if isinstance(t, int | float) else t.clip(max=memory))
+
+
 def ratio_of(batch_size: Number | None, dynamics: str) -> float:
     """Return ``lr_sgd / lr`` of an AdaBayes that is given no ``lr_sgd``: the paper's, if its filter is asked for."""
     return RATIO if memory_of(batch_size, dynamics) is None else SETTLED_RATIO
-
-
-def base_lr_of(lr: Number | None, lr_sgd: Number | None, ratio: float = RATIO) -> Number:
-    """Return the base of a learning rate.
-
-    That is ``lr`` itself. If it is 0 or None, because a schedule will set it, the base follows from ``lr_sgd`` by the
-    usual ratio; without ``lr_sgd``, it is the usual learning rate.
-    """
-    if lr:
-        return lr
-    return USUAL_LR if lr_sgd is None else lr_sgd / ratio
-
-
-def lr_sgd_of(base_lr: Number, like: tuple[Number, Number | None] = (USUAL_LR, None), ratio: float = RATIO) -> Number:
-    """Return the ``lr_sgd`` of a base learning rate: in the ratio of another such pair, or in the usual one."""
-    other_base, other_lr_sgd = like
-    return ratio * base_lr if other_lr_sgd is None else other_lr_sgd * (base_lr / other_base)
 
 
 def batch_size_of(batch_size: Number | None, base_lr: Number) -> Number:

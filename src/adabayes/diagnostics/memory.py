@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adabayes._table import html
 from adabayes.eigenbasis import Blocks, cut
-from adabayes.optim._checks import check_range
+from adabayes.optim._checks import check_whole
 from adabayes.optim._sharded import first_owners, owned, work_of
 
 __all__ = ["MemoryPlan", "matrix_memory_plan", "memory_plan"]
@@ -123,9 +123,9 @@ def matrix_memory_plan(
         170 MB of state, 0 MB sent
         22 MB of state, 2 MB sent
     """
-    given = {"block_size": block_size, "max_size": max_size, "devices": devices}
-    for name, value in {**given, "learn_every": learn_every, "refresh": refresh}.items():
-        check_range(name, value, least=1.0)
+    block_size, max_size = check_whole("block_size", block_size), check_whole("max_size", max_size)
+    learn_every, refresh = check_whole("learn_every", learn_every), check_whole("refresh", refresh)
+    devices = check_whole("devices", devices)
     shapes = [tuple(shape) for shape in shapes]
     weights, averages, squares, rotations, refreshes, sent = torch.zeros(6, devices, dtype=torch.float64)
     for shape in shapes:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from adabayes.random_bits import MASK, scatter
+from adabayes.rates import share_of
 
 __all__ = [
     "BY_DEFAULT",
@@ -313,8 +314,8 @@ def row(function: str, c: Mapping[str, Any], t: Any) -> list[Any]:
         return [*common, rate * root / first, beta2, weight2, outer * outer, outer, 1 / unscale]
     information, half, slope = c["information"] * unscale * unscale, c["half"], c["slope"] * unscale
     if c["memory"]:
-        share = 1 / (t.clamp(max=c["memory"]) if isinstance(t, Tensor) else min(t, c["memory"]))
-        return [*common, rate / first, (1 - share) / 2, share * half, share, half, slope]
+        share = share_of(t, c["memory"])
+        return [*common, rate / first, (1 - share) / 2, share * half, share**0.5 * slope, half, slope]
     return [*common, rate / first, c["forget"], c["noise"], information, half, slope]
 
 

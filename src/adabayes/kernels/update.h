@@ -9,7 +9,8 @@
 
 /* predict: gain + (noise - forget * gain); update: prior / (1 + prior * B g^2). A filter that has not started, whose
  * state is all zero, starts at the fixed point of its first gradient (or, if slope is 0, at lr_sgd). With MEMORY, it
- * remembers so many steps: gain / (h + sqrt(h^2 + share (gain g / lr)^2)), h = (1 - share (1 - gain / lr_sgd)) / 2. */
+ * remembers so many steps: gain / (h + sqrt(h^2 + share (gain g / lr)^2)), h = (1 - share (1 - gain / lr_sgd)) / 2;
+ * the root of the share goes into the slope, so that no square is larger than it has to be. */
 #define FILTER(MAY_START, MEMORY, from)                                                                              \
     for (int32_t i = from; i < from + UNIT; i++) {                                                                 \
         const uint32_t who = (first + (uint32_t)i) ^ key, random = mix(who), more = mix(who ^ PARAM_STREAM);       \
@@ -21,8 +22,8 @@
         const REAL begun = unstarted ? 1 / (half + SQRT(half * half + line * line)) : before;                      \
         const REAL next = begun + (noise - forget * begun), prior = next < noise ? noise : next;                   \
         const REAL alive = begun < (REAL)LEAST_GAIN ? (REAL)LEAST_GAIN : begun;                                    \
-        const REAL h = rest + pull * alive, known = line * alive;                                                  \
-        const REAL posterior = MEMORY ? alive / (h + SQRT(h * h + portion * (known * known)))                      \
+        const REAL h = rest + pull * alive, known = share_slope * gi * alive;                                      \
+        const REAL posterior = MEMORY ? alive / (h + SQRT(h * h + known * known))                                  \
                                       : prior / (1 + prior * (information * gi * gi));                             \
         const REAL moved = (REAL)LOAD_PARAM(p[i]) * shrink - size * (posterior * mean);                            \
         p[i] = STORE_PARAM(moved, more);                                                                           \
@@ -43,7 +44,8 @@ RUN(adabayes) {
     const REAL information = (REAL)(c->information * unscale * unscale);
     const REAL half = (REAL)c->half, slope = (REAL)(c->slope * unscale);
     const double share = c->memory == 0 ? 0 : 1 / (bias->step < c->memory ? bias->step : c->memory);
-    const REAL portion = (REAL)share, rest = (REAL)((1 - share) / 2), pull = (REAL)(share * c->half);
+    const REAL rest = (REAL)((1 - share) / 2), pull = (REAL)(share * c->half);
+    const REAL share_slope = (REAL)(sqrt(share) * (c->slope * unscale));
     const REAL size = (REAL)(c->common.rate / bias->first);
     (void)round_params;
 

@@ -59,10 +59,10 @@ def _filter(g, old, before, value, mean, shrink, size, row, columns, MEMORY: tl.
     start = half + tl.sqrt_rn(half * half + line * line)
     begun = tl.where(unstarted, tl.div_rn(tl.full([BLOCK], 1, tl.float32), start), before)
     if MEMORY:
-        rest, pull, portion = tl.load(row + 5 * columns), tl.load(row + 6 * columns), tl.load(row + 7 * columns)
-        alive = tl.where(begun < 1e-30, 1e-30, begun)
-        h, known = rest + pull * alive, line * alive
-        posterior = tl.div_rn(alive, h + tl.sqrt_rn(h * h + portion * (known * known)))
+        rest, pull, share_slope = tl.load(row + 5 * columns), tl.load(row + 6 * columns), tl.load(row + 7 * columns)
+        alive = tl.where(begun < 1e-30, 1e-30, begun)  # as in rates.py
+        h, known = rest + pull * alive, share_slope * g * alive
+        posterior = tl.div_rn(alive, h + tl.sqrt_rn(h * h + known * known))
     else:
         forget, noise = tl.load(row + 5 * columns), tl.load(row + 6 * columns)
         information = tl.load(row + 7 * columns)

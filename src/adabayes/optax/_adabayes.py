@@ -140,8 +140,8 @@ def adabayes(
         mask: weights to decay, as in ``optax.adamw``.
         base_lr: ``learning_rate`` without its schedule, usually its peak. The filter runs at this rate and
             ``lr_sgd``. None: the first value of ``learning_rate``, whether a number, a schedule or traced (as by
-            ``inject_hyperparams``); if that is 0, it follows from ``lr_sgd`` by that ratio, or is 1e-3. So give it with
-            a warm-up. With the default ``lr_sgd``, it does not influence where the gain settles.
+            ``inject_hyperparams``); if that is 0, it is 1e-3. So give it with a warm-up. With the default ``lr_sgd``,
+            it does not influence where the gain settles.
         dynamics: ``"exact"`` or ``"paper"``, as for :class:`adabayes.AdaBayes`.
         mu_dtype: dtype of the averaged gradient, real or complex. None: that of the rest of the state.
         state_dtype: dtype of the state. None: the parameters', and fp32 for those of less precision. bfloat16 is

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adabayes.rates import base_lr_of, lr_sgd_of, warn_if_closed, warn_if_swapped
+from adabayes.rates import USUAL_LR, warn_if_closed, warn_if_swapped
 
 Scalar = Any  # float | jax.Array
 Rate = Any  # float | jax.Array | optax.Schedule
@@ -41,7 +41,7 @@ class TwoRates:
         check("base_lr", self._base_lr, 0, math.inf, above=True)
         check("lr_sgd", self._lr_sgd, 0, math.inf, above=True)
         if self._base_lr is None and is_known(self._lr):
-            self._base_lr = base_lr_of(float(self._lr), self._lr_sgd, ratio)
+            self._base_lr = float(self._lr) or USUAL_LR
         if is_known(self._base_lr) and is_known(self._lr_sgd):
             warn_if_swapped(self._base_lr, self._lr_sgd)
 
@@ -61,7 +61,7 @@ class TwoRates:
         base_lr = self._base_lr
         if base_lr is None:
             base_lr = self._first() if kept is None else kept
-        return base_lr, lr_sgd_of(base_lr, ratio=self._ratio) if self._lr_sgd is None else self._lr_sgd
+        return base_lr, self._ratio * base_lr if self._lr_sgd is None else self._lr_sgd
 
     def ratio(self, kept: Scalar | None) -> Scalar:
         """Return ``lr_sgd / base_lr``."""
@@ -72,11 +72,10 @@ class TwoRates:
     def _first(self) -> Scalar:
         first = plain(self._lr(jnp.zeros([], jnp.int32)) if callable(self._lr) else self._lr)
         check("learning_rate", first, 0, math.inf)
-        usual = base_lr_of(None, self._lr_sgd, self._ratio)
         if is_known(first):
-            return first or usual
+            return first or USUAL_LR
         first = jax.lax.stop_gradient(first)  # a base is a constant
-        return jnp.where(first == 0, usual, first)
+        return jnp.where(first == 0, USUAL_LR, first)
 
 
 def is_known(value: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adabayes.optim._tensors import as_float
 
-__all__ = ["check_choice", "check_range", "explain", "explains_unknown"]
+__all__ = ["check_choice", "check_range", "check_whole", "explain", "explains_unknown"]
 
 P = ParamSpec("P")
 
@@ -38,6 +38,14 @@ def check_range(name: str, value: Any, least: float = 0.0, below: float = float(
         upper = "finite" if below == float("inf") else f"below {below:g}"
         shown = number if isinstance(value, Tensor) else value  # as torch shows it
         raise ValueError(f"Invalid {name}: {shown}. It must be at least {least:g} and {upper}.{hint}")
+
+
+def check_whole(name: str, value: Any) -> int:
+    """Return a whole number of at least 1; raise if it is none."""
+    check_range(name, value, least=1.0)
+    if as_float(value) % 1:
+        raise ValueError(f"Invalid {name}: {value}. It must be a whole number.")
+    return int(value)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

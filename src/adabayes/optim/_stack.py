@@ -6,7 +6,6 @@ does, at a multiple of 64 bytes, that of a resumed run as well.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -22,12 +21,15 @@ def with_own_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     Views of one memory are left there if they fill it, all of them together.
     """
-    memory = [t.untyped_storage() if _has_memory(t) else None for t in tensors]
-    unfilled = {m.data_ptr(): float(m.nbytes()) for m in memory if m is not None}
-    for t, m in zip(tensors, memory):
-        if m is not None:
-            unfilled[m.data_ptr()] -= t.nbytes if _is_aligned(t) else -math.inf
-    return [t.clone() if m is not None and unfilled[m.data_ptr()] > 0 else t for t, m in zip(tensors, memory)]
+    unfilled: dict[int, int] = {}
+    misaligned = set()
+    for t in filter(_has_memory, tensors):
+        memory = t.untyped_storage()
+        unfilled[memory.data_ptr()] = unfilled.get(memory.data_ptr(), memory.nbytes()) - t.nbytes
+        if not _is_aligned(t):
+            misaligned.add(memory.data_ptr())
+    others = {memory for memory, left in unfilled.items() if left > 0} | misaligned
+    return [t.clone() if _has_memory(t) and t.untyped_storage().data_ptr() in others else t for t in tensors]
 
 
 def _has_memory(t: Tensor) -> bool:
@@ -35,6 +37,7 @@ def _has_memory(t: Tensor) -> bool:
 
 
 def _is_aligned(t: Tensor) -> bool:
+    """Tell whether a tensor begins where torch would have it begin; one without memory does."""
     return not _has_memory(t) or t.data_ptr() % _ALIGNMENT == 0
 
 

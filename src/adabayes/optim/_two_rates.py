@@ -12,7 +12,7 @@ from adabayes.optim._checks import check_range, explain
 from adabayes.optim._engine import EngineOptimizer, Group
 from adabayes.optim._state import own_state
 from adabayes.optim._tensors import as_float
-from adabayes.rates import SETTLED_RATIO, base_lr_of, lr_sgd_of, warn_if_papers, warn_if_swapped
+from adabayes.rates import SETTLED_RATIO, warn_if_papers, warn_if_swapped
 
 __all__ = ["TwoRateOptimizer", "unwrap"]
 
@@ -39,15 +39,14 @@ class TwoRateOptimizer(EngineOptimizer):
 
     def _default_lr_sgd(self, group: Group) -> float:
         """Return ``lr_sgd`` of a group that does not give its own: in the defaults' ratio, or in the usual one."""
-        base_lr, ratio = group.get("base_lr", self.defaults["base_lr"]), self._ratio({**self.defaults, **group})
-        return float(lr_sgd_of(base_lr, (self.defaults["base_lr"], self.defaults["lr_sgd"]), ratio))
+        given = {**self.defaults, **group}
+        if self.defaults["lr_sgd"] is None:
+            return float(self._ratio(given) * given["base_lr"])
+        return float(self.defaults["lr_sgd"] * (given["base_lr"] / self.defaults["base_lr"]))
 
     def _ratio(self, group: Group) -> float:
         """Return ``lr_sgd / lr`` of a group where ``lr_sgd`` is not given."""
         return SETTLED_RATIO
-
-    def _base_lr(self, group: Group) -> float:
-        return float(base_lr_of(as_float(group["lr"]), group.get("lr_sgd"), self._ratio(group)))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         lacking = [group for group in state["param_groups"] if group.get("lr_sgd") is None]

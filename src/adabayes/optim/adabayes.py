@@ -16,7 +16,7 @@ from adabayes.optim._fused import Kernel
 from adabayes.optim._state import Entry
 from adabayes.optim._tensors import Scalar, as_float, real_view
 from adabayes.optim._two_rates import TwoRateOptimizer
-from adabayes.rates import LEAST_GAIN, batch_size_of, memory_of, ratio_of, warn_if_closed
+from adabayes.rates import LEAST_GAIN, batch_size_of, memory_of, ratio_of, share_of, warn_if_closed
 
 __all__ = ["AdaBayes"]
 
@@ -68,6 +68,15 @@ class AdaBayes(TwoRateOptimizer):
     :math:`q = \text{lr_sgd}\,f` (``dynamics="exact"``), or :math:`f = 1 - (1 - k)^2` and
     :math:`q = B\,\text{lr}^2` (``dynamics="paper"``).
 
+    That is the paper's filter, with a ``batch_size`` of :math:`B`. Without one, the filter of each weight remembers
+    :math:`n` steps, the last 100 or all so far (:func:`adabayes.filtering.remember`):
+
+    .. math::
+        \begin{aligned}
+        1 / \text{prior} &= 1 / \text{gain}_{t-1} - (1 / \text{gain}_{t-1} - 1 / \text{lr_sgd}) / n \\
+        1 / \text{gain}_t &= 1 / (2\,\text{prior}) + \sqrt{1 / (4\,\text{prior}^2) + g_t^2 / (n\,\text{lr}^2)}
+        \end{aligned}
+
     The gain settles at a soft minimum of the two learning rates: ``lr_sgd`` for weights with gradients far below
     ``lr / lr_sgd``, ``lr / rms(gradient)`` for those far above. So, once settled, no weight moves faster than SGD at
     ``lr_sgd``, or AdamW at ``lr``, would move it.
@@ -75,22 +84,22 @@ class AdaBayes(TwoRateOptimizer):
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
         lr: Adam's learning rate. A scheduler, or a group with its own ``lr``, scales ``lr_sgd`` with it. If it is 0, to
-            be set later, the base learning rate follows from ``lr_sgd`` by the ratio below or, without it, is 1e-3.
+            be set later, ``lr_sgd`` belongs to an ``lr`` of 1e-3.
         lr_sgd: learning rate for weights with small gradients, in units of the averaged gradient. Coming from
             ``torch.optim.SGD(lr, momentum)``, which sums instead, give ``lr / (1 - momentum)``. None: ``1e5 * lr``;
             with a ``batch_size``, the paper's ``100 * lr``.
         batch_size: number of examples in a step, over all devices and accumulated gradients. It sets how fast the
             filter adapts (in about ``lr_sgd / (batch_size * lr**2)`` steps), and gradients above
             ``1 / (batch_size * lr)`` get less than Adam's learning rate. None: unknown. The filter of each weight then
-            remembers the last 100 steps (:func:`adabayes.filtering.remember`), whatever the size of its gradients;
-            with ``dynamics="paper"``, it is taken as ``0.01 / lr``.
+            remembers the last 100 steps, whatever the size of its gradients; with ``dynamics="paper"``, it is taken as
+            ``0.01 / lr``.
         beta1: decay of the averaged gradient (momentum).
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
             The paper's lambda = 5e-5 at lr = 1e-3 is 0.05.
         dynamics: ``"exact"`` solves the Ornstein-Uhlenbeck process exactly, runs the filter at the base learning
             rates while a schedule scales the step, and starts each weight at the fixed point of its first gradient.
             ``"paper"`` is Algorithm 1 to the letter: Euler form, schedule inside the filter, start at ``lr_sgd``.
-        reduction: ``"mean"`` or ``"sum"``: how the loss was reduced over the minibatch.
+        reduction: ``"mean"`` or ``"sum"``: how the loss was reduced over the minibatch. A sum needs a ``batch_size``.
         maximize: ascend instead of descend.
         foreach: work on all tensors at once. None: whenever that is possible and there is no kernel.
         fused: use a kernel. None: on the CPU, if it was built and supports the parameters. On a GPU only if True,
@@ -167,7 +176,7 @@ class AdaBayes(TwoRateOptimizer):
         mean.lerp_(gradient, 1 - c.beta1)
         size = c.rate / (1 - c.beta1**t)
         if c.memory:
-            _remember_(gain, gradient, c, t)
+            _remember_(gain, gradient, c, share_of(t, c.memory))
             for place, where in waiting:
                 gain.replace_(place, gain.tensors[place].masked_fill(where, 0))
             return Step(mean.mul(gain), size=size)
@@ -247,10 +256,8 @@ class AdaBayes(TwoRateOptimizer):
         return torch.where(is_unstarted(gain, mean), 1.0, gain / lr_sgd)
 
 
-def _remember_(gain: Batch, gradient: Batch, c: _Numbers, t: Scalar) -> None:
-    """Update gains whose filters remember the last steps, in the beginning all: :func:`adabayes.filtering.remember`."""
-    assert c.memory
-    share = 1 / (t.clamp(max=c.memory) if isinstance(t, Tensor) else min(t, c.memory))
+def _remember_(gain: Batch, gradient: Batch, c: _Numbers, share: Scalar) -> None:
+    """Update gains whose filters remember 1 / share steps: :func:`adabayes.filtering.remember`."""
     half = gain.at_least_(LEAST_GAIN).mul(share * (0.5 / c.lr_sgd)).add_((1 - share) / 2)
     step = gradient.mul(share**0.5 * (c.to_mean / c.eta)).mul_(gain)
     gain.div_(step.mul_(step).addcmul_(half, half, 1.0).sqrt_().add_(half))

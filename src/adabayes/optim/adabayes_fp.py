@@ -55,7 +55,7 @@ class AdaBayesFP(TwoRateOptimizer):
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
         lr: Adam's learning rate. A scheduler, or a group with its own ``lr``, scales ``lr_sgd`` with it. If it is 0, to
-            be set later, the base learning rate is ``lr_sgd / 1e5`` or, without ``lr_sgd``, 1e-3.
+            be set later, ``lr_sgd`` belongs to an ``lr`` of 1e-3.
         lr_sgd: learning rate for weights with small gradients, in units of the averaged gradient. Coming from
             ``torch.optim.SGD(lr, momentum)``, which sums instead, give ``lr / (1 - momentum)``. None:
             ``1e5 * lr``, which is AdamW except for the smallest gradients. The paper has ``100 * lr``.

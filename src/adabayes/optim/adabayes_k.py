@@ -28,12 +28,12 @@ from adabayes.eigenbasis import (
     spread,
     to_blocks,
 )
-from adabayes.optim._checks import check_range, explain, explains_unknown
+from adabayes.optim._checks import check_whole, explain, explains_unknown
 from adabayes.optim._engine import Batch, Group, Step
 from adabayes.optim._sharded import Owners, is_sharded, mesh_of, shard_like
 from adabayes.optim._shared import SharedWork
 from adabayes.optim._stack import cat, cat_, put_back_
-from adabayes.optim._state import Entry
+from adabayes.optim._state import Entry, own_state
 from adabayes.optim._tensors import Scalar, as_float, local, real_view, whole
 from adabayes.optim.adabayes_fp import SETTLED, AdaBayesFP
 
@@ -304,6 +304,9 @@ class AdaBayesK(AdaBayesFP):
         key = [(len(group["params"]), *(group[name] for name in settings)) for group in self.param_groups]
         if self._slots[0] == key:
             return
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._check_blocks(p, group)
         owners = [(_blocks(p, group), group["refresh"]) for group in self.param_groups for p in group["params"]]
         slots = [0] * len(owners)
         for refresh in {refresh for _, refresh in owners}:
@@ -313,6 +316,18 @@ class AdaBayesK(AdaBayesFP):
             for place, slot in zip(places, spread(costs, numbers, int(refresh))):
                 slots[place] = slot
         self._slots = key, slots
+
+    def _check_blocks(self, p: Tensor, group: Group) -> None:
+        """Raise if a parameter has state of other blocks than its group says."""
+        if not self.has_state(p):
+            return
+        found, wanted = own_state(self)[p]["exp_avg"].shape, self._entries(group, p)["exp_avg"].shape_for(p)
+        if found != wanted:
+            raise RuntimeError(
+                f"with block_size={group['block_size']} and max_size={group['max_size']}, the averages of a parameter "
+                f"of shape {tuple(p.shape)} are of shape {wanted}, but it has some of shape {tuple(found)}. These "
+                "settings cannot change once there is state: set them back, or make a new optimizer."
+            )
 
     def _owners_for(self, p: Tensor) -> Owners:
         """Return the owners of all matrices that are sharded, chosen together when the first of them is needed."""
@@ -355,10 +370,7 @@ class AdaBayesK(AdaBayesFP):
         super()._check_group(group)
         explain(AdaBayesK, [name for name in ("capturable", "differentiable") if group[name]])
         for name in ("learn_every", "refresh", "block_size", "max_size"):
-            check_range(name, group[name], least=1.0)
-            if int(group[name]) != group[name]:
-                raise ValueError(f"Invalid {name}: {group[name]}. It must be a whole number.")
-            group[name] = int(group[name])
+            group[name] = check_whole(name, group[name])
 
     def _betas_from(self, adamw: tuple[float, ...], group: Group) -> tuple[float, ...]:
         return (adamw[0], group["betas"][1])
