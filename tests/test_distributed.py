@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests import distributed_worker as worker
+from tests.marks import has_fsdp2
 from tests.torchrun import torchrun
 
 WORLDS = (2, 4)
@@ -70,12 +71,14 @@ def test_mixed_precision_of_fsdp2_has_state_in_fp32(out: Path, world: int, name:
     assert_close(weights(out, world, f"{name}-mixed"), weights(out, world, f"{name}-alone"), 0.02)
 
 
+@has_fsdp2
 @pytest.mark.parametrize("name", ["adabayes", "fp", "k"])
 def test_checkpoints_go_from_any_number_of_processes_to_any_other(out: Path, name: str) -> None:
     """Two steps on two processes, two on four, one on one, and the last on two again: as one without a break."""
     assert_close(weights(out, 2, f"{name}-two-again"), weights(out, 2, f"{name}-alone"))
 
 
+@has_fsdp2
 @pytest.mark.parametrize("name", ["adabayes", "fp", "k"])
 def test_checkpoints_keep_the_dtype_of_the_state(out: Path, name: str) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader

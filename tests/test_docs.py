@@ -15,6 +15,7 @@ import torch
 
 from adabayes.diagnostics import matrix_memory_plan, memory_plan
 from adabayes.lab import protocol
+from tests.marks import keeps_order
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -114,6 +115,7 @@ def llama(layers: int, width: int, keys: int, inner: int) -> list[tuple[int, ...
     return [(32000, width), *layers * layer, (width,), (32000, width)]
 
 
+@keeps_order
 def test_the_table_of_adabayes_k_on_many_devices_is_what_is_calculated() -> None:
     large = llama(80, 8192, 1024, 28672)
     networks: dict[str, tuple[list[tuple[int, ...]], float, int]] = {

@@ -14,6 +14,7 @@ import torch
 from adabayes.optim import _sharded
 from adabayes.optim._sharded import first_owners
 from tests import matrix_worker as worker
+from tests.marks import keeps_order
 from tests.torchrun import torchrun
 
 WORLDS = (2, 4)
@@ -32,11 +33,14 @@ def test_in_several_processes(out: Path, world: int, case: str) -> None:
     path = out / str(world) / case
     if not path.exists():
         error = path.with_suffix(".error").read_text(encoding="utf-8")
-        if torch.__version__.startswith("2.6") and "AttributeError" in error:
-            pytest.skip("FSDP2 of torch 2.6 does not run on the CPU")
+        if torch.__version__.startswith("2.6") and ("AttributeError" in error or case == "complex"):
+            pytest.skip("FSDP2 of torch 2.6 does not run on the CPU, nor do its collectives take complex numbers")
+        if case == "work_is_balanced" and not _sharded._keeps_order():
+            pytest.skip("process groups of this torch have their ranks in order, so owners differ")
         pytest.fail(error)
 
 
+@keeps_order
 def test_owners_are_balanced_by_cost() -> None:
     """A transformer of GPT-2's shapes on as many processes as leave most of its matrices uneven."""
     square = 128**3 * 2
@@ -47,6 +51,9 @@ def test_owners_are_balanced_by_cost() -> None:
         assert sum(loads) == square * sum(numbers)
         assert max(loads) < 1.1 * sum(loads) / world
         assert len(set(firsts)) <= 8  # as many process groups
+    loads = [0, 0]
+    assert first_owners([8, 8, 1, 1], [2, 1, 1, 1], loads) == [0, 0, 1, 1]
+    assert loads == [16, 10]
     loads = [0] * 4
     first_owners([8, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 9, loads)  # one has the large one, the others all the small ones
     assert sorted(loads) == [2, 3, 3, 8]

@@ -196,6 +196,6 @@ def _function(name: str, x: Array) -> Array:
     """Apply a mathematical function to a number or an array of any kind."""
     if isinstance(x, (int, float)):
         return getattr(math, name)(x)
-    if hasattr(x, name):  # torch
-        return getattr(x, name)()
-    return getattr(x.__array_namespace__(), name)(x)  # NumPy, JAX
+    if hasattr(x, "__array_namespace__"):  # NumPy, JAX
+        return getattr(x.__array_namespace__(), name)(x)
+    return getattr(x, name)()  # torch

@@ -43,7 +43,7 @@ def memory_of(batch_size: Number | None, dynamics: str) -> int | None:
 
 def share_of(t: Number, memory: Number) -> Number:
     """Return the share that the newest gradient has in what is remembered after t steps: at first, these are all."""
-    return 1 / (min(t, memory) if isinstance(t, int | float) else t.clip(max=memory))
+    return 1 / (min(t, memory) if isinstance(t, (int, float)) else t.clip(max=memory))
 
 
 def ratio_of(batch_size: Number | None, dynamics: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -21,9 +20,10 @@ from adabayes.kernels.compiled import Variant
 from tests.conftest import assert_same
 from tests.gpu.emulator import Fault, Program, Region
 from tests.gpu.launching import Emulated, program_of, region_of
+from tests.marks import has_triton
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    has_triton,
     pytest.mark.skipif(kernels.unavailable() is not None, reason=f"no kernels: {kernels.unavailable()}"),
 ]
 

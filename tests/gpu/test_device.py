@@ -22,9 +22,12 @@ from adabayes.bench import gpu
 from adabayes.kernels import device
 from adabayes.optim import _fused
 from tests.conftest import assert_same
+from tests.marks import has_triton
 
-pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(kernels.unavailable() is not None, reason=f"no kernels: {kernels.unavailable()}")
+pytestmark = [
+    has_triton,
+    pytest.mark.skipif(kernels.unavailable() is not None, reason=f"no kernels: {kernels.unavailable()}"),
+]
 CLASSES = pytest.mark.parametrize("cls", [AdaBayes, AdaBayesFP])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from adabayes import kernels
+from tests.marks import has_triton
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    has_triton,
     pytest.mark.skipif(kernels.unavailable() is not None, reason=f"no kernels: {kernels.unavailable()}"),
 ]
 ROOT = Path(__file__).parent.parent.parent

@@ -18,6 +18,7 @@ import pytest
 from adabayes.lab.execute import sweep
 from adabayes.lab.run.folder import folder_of
 from tests.lab.conftest import adabayes, without_times
+from tests.marks import has_fsdp2
 from tests.torchrun import LOOPBACK
 
 # The paper's dynamics begin with small steps, so that rounding takes longer to grow.
@@ -85,6 +86,7 @@ def test_metrics_are_those_of_one_process(together: Path, alone: Path) -> None:
     assert len(list(together.rglob("model.safetensors"))) == 1
 
 
+@has_fsdp2
 def test_fsdp2_does_what_ddp_does_and_a_rank_that_is_killed_costs_nothing(together: Path, tmp_path: Path) -> None:
     process = torchrun(tmp_path, "fsdp2")
     wait_for(tmp_path, "checkpoint-*.json", process)
@@ -110,6 +112,7 @@ def test_one_process_goes_on_where_several_were_killed(together: Path, tmp_path:
     assert ours[2]["train_loss"] == pytest.approx(theirs[2]["train_loss"], rel=0.05)
 
 
+@has_fsdp2
 def test_mixed_precision_and_one_process_after_fsdp2_with_kernels(together: Path, tmp_path: Path) -> None:
     process = torchrun(tmp_path / "mixed", "ddp", "--autocast", "--epochs", "1")
     _, errors = process.communicate()
@@ -149,6 +152,7 @@ def test_adabayes_k_under_ddp_trains_as_in_one_process(k_alone: list[dict[str, A
     assert_alike(metrics(tmp_path), k_alone)
 
 
+@has_fsdp2
 def test_two_agents_restart_after_a_kill_from_shards_of_adabayes_k(
     k_alone: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -13,10 +13,9 @@ from adabayes.lab.data import Data
 from adabayes.lab.rivals import MuonAdamW
 from adabayes.lab.run.folder import RunFolder
 from adabayes.lab.run.training import Interrupted, Watch, train
+from tests.marks import has_muon
 
 from .conftest import spec_of, without_times
-
-has_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 
 
 def test_a_torch_without_muon_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

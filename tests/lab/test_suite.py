@@ -21,6 +21,7 @@ from adabayes.lab.protocol import Protocol, ProtocolError
 from adabayes.lab.report import suite_figure, suite_page
 from adabayes.lab.run.folder import folder_of
 from adabayes.lab.suite import Final, Record, Trial
+from tests.marks import has_muon
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -217,6 +218,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@has_muon
 @pytest.mark.usefixtures("short", "signals")
 def test_a_suite_from_beginning_to_end_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "suite"

@@ -21,6 +21,7 @@ from adabayes.lab.protocol import Protocol, ProtocolError
 from adabayes.lab.run.folder import RunFolder, exclusive
 from adabayes.lab.run.training import Interrupted
 from tests.lab.conftest import adabayes, start
+from tests.marks import has_muon
 
 COMMAND = ("tune", "--budget", "3", "--epochs", "2", "--optimizers", "sgd,adabayes")
 
@@ -191,7 +192,7 @@ def test_a_search_for_a_setting_that_there_is_not_is_refused_before_the_first_tr
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", protocol.NAMES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=has_muon) if x == "demo" else x for x in protocol.NAMES])
 def test_the_protocols_that_come_with_the_package_can_be_tuned(name: str) -> None:
     chosen = protocol.load(name)
     tuning.check(chosen.narrowed(chosen.datasets[:1], chosen.models[:1]))

@@ -49,6 +49,7 @@ COUNTED = 128  # step counts of a program
 WIDTH = 6  # of the table: addresses of parameter and state, numel, index, address of the step count
 NUMBERS = 10  # of a row: the step count and the numbers of the update
 WARPS = 4  # of a program
+LEAST_TRITON = (3, 6)  # earlier ones round subnormal numbers to zero, and do not compile all of this
 OPTIONS = ("centred", "cautious", "memory")  # numbers of an update for which, if they are not 0, it has code of its own
 # Of a thread: five programs then fit into a multiprocessor. Left alone, Nvidia's compiler keeps to 64 and spills some.
 REGISTERS = 96
@@ -72,6 +73,8 @@ def unavailable() -> str | None:
         import triton
     except ImportError as error:
         return f"Triton, which torch's CUDA builds for Linux bring along, cannot be imported: {error}"
+    if tuple(map(int, triton.__version__.split(".")[:2])) < LEAST_TRITON:
+        return f"the kernel needs Triton 3.6, which comes with torch 2.10, and this is {triton.__version__}"
     if is_interpreted():
         return None
     try:

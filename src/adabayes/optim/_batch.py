@@ -66,7 +66,10 @@ class Batch:
 
     def at_least_(self, least: Operand) -> Batch:
         """Raise what is below a number; nan stays."""
-        return self._change("clamp_min", least)
+        if self.in_place:
+            return self._change("clamp_min", least)
+        self.tensors = [t.clamp(min=least) for t in self.tensors]  # which sharded tensors of torch 2.6 know
+        return self
 
     def neg(self) -> Batch:
         return self._new("neg")

@@ -200,7 +200,7 @@ class EngineOptimizer(StatefulOptimizer):
         c = self.numbers(group, lr)
         if c is None or not params:
             return
-        indices = self.indices(group, params)
+        indices = self.indices(params)
         params, grads, entries = self._here(indices, params, grads, entries)
         foreach = group["foreach"]
         if foreach is None:
@@ -260,19 +260,15 @@ class EngineOptimizer(StatefulOptimizer):
             if not in_place or batch.tensors[0].dtype != stored[0].dtype:
                 store(stored, batch.tensors, stream)
 
-    def indices(self, group: Group, params: Sequence[Tensor]) -> list[int]:
-        """Return the index of each of these parameters, given in the group's order, among all of the optimizer's."""
-        first = 0
-        for other in self.param_groups:
-            if other is group:
-                break
-            first += len(other["params"])
-        found, candidates = [], iter(group["params"])
+    def indices(self, params: Sequence[Tensor]) -> list[int]:
+        """Return the index of each of these parameters, given in their order, among all of the optimizer's."""
+        every = [p for group in self.param_groups for p in group["params"]]
+        found, index = [], 0
         for p in params:
-            while next(candidates) is not p:
-                first += 1
-            found.append(first)
-            first += 1
+            while every[index] is not p:
+                index += 1
+            found.append(index)
+            index += 1
         return found
 
 

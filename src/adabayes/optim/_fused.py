@@ -164,7 +164,7 @@ class FusedSteps:
     @_disable_dynamo  # beyond its limit, the compiler tries what a step calls
     def _new_plan(self, optimizer: EngineOptimizer, group: Group, params: list[Tensor]) -> _Plan | None:
         assert self._kernel is not None
-        indices = optimizer.indices(group, params)
+        indices = optimizer.indices(params)
         optimizer._init_group(group, [], [], [])  # makes the state that is not there yet, refuses sparse gradients
         states = [own_state(optimizer)[p] for p in params]
         if hasattr(params[0], "to_local"):  # DTensor: each process steps its own shard, planned for anew each time

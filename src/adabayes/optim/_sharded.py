@@ -64,10 +64,6 @@ def first_owners(costs: Sequence[int], numbers: Sequence[int], loads: list[int])
         costs: of a block of each matrix.
         numbers: of blocks that each matrix has.
         loads: of the processes so far; what is given out now is added.
-
-    >>> loads = [0, 0]
-    >>> first_owners([8, 8, 1, 1], [2, 1, 1, 1], loads), loads
-    ([0, 0, 1, 1], [16, 10])
     """
     world = len(loads)
     candidates = range(0, world, -(-world // _MESHES)) if _keeps_order() else range(1)
