@@ -62,13 +62,16 @@ class Batch:
         return self._change("maximum", other)
 
     def clamp_(self, least: Operand, most: Operand) -> Batch:
-        return self.at_least_(least)._change("clamp_max", most)
+        return self._bound_("min", least)._bound_("max", most)
 
     def at_least_(self, least: Operand) -> Batch:
         """Raise what is below a number; nan stays."""
+        return self._bound_("min", least)
+
+    def _bound_(self, side: str, bound: Operand) -> Batch:
         if self.in_place:
-            return self._change("clamp_min", least)
-        self.tensors = [t.clamp(min=least) for t in self.tensors]  # which sharded tensors of torch 2.6 know
+            return self._change(f"clamp_{side}", bound)
+        self.tensors = [t.clamp(**{side: bound}) for t in self.tensors]  # torch 2.6 cannot shard the others
         return self
 
     def neg(self) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import inspect
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -59,6 +60,13 @@ def read(path: Path, tensors: dict[str, Tensor]) -> None:
 
     with _plain_errors():
         load(dict(tensors), checkpoint_id=str(path))
+
+
+def can_be_read_alone() -> bool:
+    """Tell whether one process of several can read shards by itself with this version of torch."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    return "no_dist" in inspect.signature(load).parameters
 
 
 def read_whole(path: Path) -> dict[str, Tensor]:
