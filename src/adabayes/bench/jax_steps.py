@@ -37,7 +37,7 @@ def matrix_optimizers() -> dict[str, Callable[[], optax.GradientTransformation]]
     return {
         BASELINE: optimizers()[BASELINE],
         "AdaBayes-K": lambda: adabayes_k(1e-3, weight_decay=0.01),
-        "AdaBayes-K, its element-wise part": lambda: adabayes_k(1e-3, weight_decay=0.01, max_size=1, cautious=False),
+        "AdaBayes-K, its element-wise part": lambda: adabayes_k(1e-3, weight_decay=0.01, max_size=1),
         "optax.contrib.muon": lambda: optax.contrib.muon(1e-3, weight_decay=0.01),
     }
 
