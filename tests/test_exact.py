@@ -86,6 +86,13 @@ def test_distributed_checkpointing_does_not_spoil_the_start() -> None:
         assert optimizer.state[p]["gain"].flatten().tolist() == pytest.approx([after_start(0.3)] * p.numel(), rel=1e-12)
 
 
+def test_the_papers_filter_has_the_papers_ratio_and_the_one_that_remembers_has_another() -> None:
+    """The paper's is asked for by a batch size, or by its dynamics."""
+    options: list[dict[str, Any]] = [{"batch_size": BATCH}, {"dynamics": "paper"}, {}]
+    found = [AdaBayes([zeros(2)], 1e-2, **chosen).param_groups[0]["lr_sgd"] for chosen in options]
+    assert found == [1.0, 1.0, 1000.0]
+
+
 @pytest.mark.parametrize("dynamics", ["exact", "paper"])
 @pytest.mark.parametrize("lr_sgd", [None, 0.1, 0.5])
 def test_a_group_made_at_lr_zero_is_a_schedule_of_the_usual_rate(

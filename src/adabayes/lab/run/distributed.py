@@ -119,7 +119,7 @@ def join(kind: str, device: str) -> Iterator[Ranks]:
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--distributed {kind} --device {device}: give cpu or cuda; each process takes its own GPU")
     if kind == "fsdp2" and not shards.can_be_read_alone():
-        raise ValueError(f"--distributed fsdp2 needs a later torch than {torch.__version__}: take 2.13, or ddp")
+        raise ValueError(f"--distributed fsdp2 needs a later torch than {torch.__version__}: install 2.13, or give ddp")
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, world = next(iter(rendezvous("env://")))
