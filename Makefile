@@ -39,7 +39,7 @@ test-long: $(READY)  ## what takes longer: 30 kills, deaths at every file operat
 	$(BIN)/pytest -m long
 
 test-gpu: $(READY)  ## the GPU's kernel without a GPU: every variant interpreted, compiled, emulated; a quarter of an hour
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "long or not long" tests/gpu
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "long or not long" tests/kernels/triton
 	$(BIN)/adabayes doctor --gpu
 
 bench-lab: $(READY)  ## the lab's batches and training loop against the usual ones, 2 minutes
@@ -59,9 +59,9 @@ test-versions:  ## the tests under the oldest and the newest torch and Python of
 SANITIZED := -O1 -g -std=c11 -shared -fPIC -pthread -DPLAIN -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover
 sanitize: $(READY)  ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer (gcc; a few minutes)
 	rm -f $(READY)  # the next target builds the real kernels again
-	gcc $(SANITIZED) -o src/adabayes/kernels/_fused.so src/adabayes/kernels/fused.c -lm
+	gcc $(SANITIZED) -o src/adabayes/kernels/cpu/_fused.so src/adabayes/kernels/cpu/fused.c -lm
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	    $(BIN)/pytest -q -s -p no:cacheprovider tests/test_fused.py tests/test_low_precision.py tests/test_saved_by_0_1.py tests/test_matrix_filter.py \
+	    $(BIN)/pytest -q -s -p no:cacheprovider tests/kernels/test_*.py tests/optim/test_low_precision.py tests/optim/test_saved_by_0_1.py tests/optim/test_adabayes_k.py \
 	    -k "not compiled and not orthonormal"
 
 lint: $(READY)  ## put the code into its form
@@ -74,7 +74,7 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
-SOURCES := pyproject.toml constraints.txt hatch_build.py $(wildcard src/adabayes/kernels/*.[ch])
+SOURCES := pyproject.toml constraints.txt hatch_build.py $(wildcard src/adabayes/kernels/cpu/*.[ch])
 
 $(LAB): $(SOURCES)  # the lab, without what only tests need
 	$(PYTHON) -m venv $(VENV)

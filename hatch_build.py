@@ -13,7 +13,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-KERNELS = Path("src/adabayes/kernels")
+KERNELS = Path("src/adabayes/kernels/cpu")
 LIBRARY = "_fused.dll" if sys.platform == "win32" else "_fused.so"
 # No contraction or reordering: results are the same on every machine. -fno-math-errno lets square roots be vectors.
 FLAGS = "-O3 -std=c11 -shared -fno-math-errno -fno-trapping-math -ffp-contract=off -fvisibility=hidden"
@@ -35,7 +35,7 @@ class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self.app.display_warning(f"adabayes: no fused kernels, only the slower forms: {problem}")
             return
         if version != "editable":
-            build_data["force_include"][str(target)] = f"adabayes/kernels/{LIBRARY}"
+            build_data["force_include"][str(target)] = f"adabayes/kernels/cpu/{LIBRARY}"
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"  # for any Python 3 and any torch

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adabayes import AdaBayes, AdaBayesFP
 from adabayes.bench import gpu
-from adabayes.kernels import device
+from adabayes.kernels.triton import launch as device
 
 
 class NoLaunch:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from adabayes._machine import processor
+from adabayes._util.machine import processor
 from adabayes.lab import data, protocol
 from adabayes.lab.data import Images
 from adabayes.lab.run import training

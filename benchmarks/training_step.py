@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from adabayes import AdaBayesFP, AdaBayesK
-from adabayes._machine import processor
+from adabayes._util.machine import processor
 from adabayes.bench.torch_steps import skip_beginning
 from adabayes.lab.data import load
 from adabayes.lab.models import CharTransformer

@@ -1,4 +1,4 @@
-"""The optimizers and their forms, as every test of the common contract takes them."""
+"""Fixtures for the common contract: each optimizer, in each of its forms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adabayes import AdaBayes, AdaBayesFP, AdaBayesK, AdaBound
-from tests.whitened import Whitened
+from tests.support.whitened import Whitened
 
 Maker = Callable[..., torch.optim.Optimizer]
 
@@ -26,37 +26,36 @@ MAKERS: dict[str, Maker] = {
     "amsbound": partial(AdaBound, amsbound=True),
     "whitened": Whitened,  # which the engine has never seen
 }
-ELEMENTWISE = [
-    name for name in MAKERS if name not in ("whitened", "adabayes-k")
-]  # those in which a weight does not depend on others
+# Optimizers in which the step of a weight does not depend on other weights
+ELEMENTWISE = [name for name in MAKERS if name not in ("whitened", "adabayes-k")]
 
 
 @pytest.fixture(params=list(MAKERS))
 def make(request: pytest.FixtureRequest) -> Maker:
-    """Makes each optimizer in turn."""
+    """Return the constructor of each optimizer."""
     return MAKERS[request.param]
 
 
 @pytest.fixture(params=[name for name in MAKERS if name != "adabayes-k"])
 def make_graphable(request: pytest.FixtureRequest) -> Maker:
-    """Makes each optimizer in turn whose step can be captured, compiled as one graph or differentiated."""
+    """Return the constructor of each optimizer whose step can be captured, compiled as one graph or differentiated."""
     return MAKERS[request.param]
 
 
 @pytest.fixture(params=ELEMENTWISE)
 def make_elementwise(request: pytest.FixtureRequest) -> Maker:
-    """Makes each optimizer in turn that takes every weight by itself, and so also shards of a parameter."""
+    """Return the constructor of each element-wise optimizer, which can therefore step shards of a parameter."""
     return MAKERS[request.param]
 
 
 @pytest.fixture(params=[False, True], ids=["single", "foreach"])
 def foreach(request: pytest.FixtureRequest) -> bool:
-    """Each form in turn."""
+    """Return the value of ``foreach`` in each form."""
     return bool(request.param)
 
 
 def all_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters and every entry of their state, in order."""
+    """Return the parameters and all entries of their state, in order."""
     entries: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -67,7 +66,7 @@ def all_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def assert_same(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> None:
-    """Two optimizers hold the same numbers, bit for bit."""
+    """Assert that parameters and state of two optimizers have the same bits."""
     left, right = all_state(a), all_state(b)
     assert len(left) == len(right)
     for x, y in zip(left, right):

@@ -31,7 +31,7 @@ def orthogonal(size: int, seed: int) -> Matrix:
 
 
 def apart(P: Matrix, expected: Matrix) -> float:
-    """The largest difference, in units of the largest of what is expected."""
+    """Return the difference relative to the expected matrix, in the spectral norm."""
     return float(np.linalg.norm(P - expected, 2) / np.linalg.norm(expected, 2))
 
 

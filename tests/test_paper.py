@@ -17,7 +17,7 @@ LR, LR_SGD, DECAY = 1e-3, 0.1, 0.05
 
 
 def schedule(t: int) -> float:
-    """The paper's: a tenfold drop at three quarters of the run (t = 1, 2, ...)."""
+    """Return the factor of the paper's schedule: a tenfold drop at three quarters of the run (t = 1, 2, ...)."""
     return 1.0 if t <= 0.75 * STEPS else 0.1
 
 
@@ -35,7 +35,7 @@ class Problem:
 
 
 def run(make: Maker, reduction: str, **settings: Any) -> tuple[Any, Any]:
-    """The parameters after each step, and the optimizer."""
+    """Return the parameters after each step, and the optimizer."""
     problem = Problem()
     w = torch.tensor(problem.start, requires_grad=True)
     optimizer = make([w], lr=LR, lr_sgd=LR_SGD, weight_decay=DECAY, reduction=reduction, **settings)
@@ -51,7 +51,7 @@ def run(make: Maker, reduction: str, **settings: Any) -> tuple[Any, Any]:
 
 
 def paper(algorithm: Any, **settings: Any) -> tuple[Any, Any]:
-    """The same by the reference: gradients of the sum, ascending."""
+    """Do the same with the reference, which ascends along gradients of the sum."""
     problem = Problem()
     steps = algorithm(
         lambda mu, t: -BATCH * problem.mean_gradient(mu, t),

@@ -17,7 +17,7 @@ _MODULES = ("diagnostics", "filtering", "integrations", "optax", "optim", "refer
 
 
 def __getattr__(name: str) -> Any:
-    """The optimizers, and with them torch, once they are asked for: ``adabayes.optax`` needs none. Modules as well."""
+    """Import an optimizer, and with it torch, or a module on first access: ``adabayes.optax`` needs no torch."""
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in __all__:

@@ -1,13 +1,12 @@
 r"""The mathematics of the paper: a scalar Kalman filter for the optimum of one weight.
 
-Each function is one equation, element-wise and pure, over floats, NumPy, torch and JAX arrays alike.
+Each function is one equation, element-wise and pure. It takes floats and arrays of NumPy, torch and JAX.
 
-Two systems of units, one set of functions. The paper differentiates the *summed* loss of a minibatch:
-leave ``batch_size`` at 1, give :math:`\eta`, :math:`\sigma^2` and the gradient of the sum, and variances are
-the paper's :math:`s^2`. Training code differentiates the *mean* loss: give the minibatch size ``B``,
-``sigma2 = lr_sgd`` and the gradient of the mean, and variances become ``gain = B * s2``, the learning rate that
-a weight actually gets. The curvature that an observation adds (:func:`curvature`) is the only other place where
-``B`` appears.
+The functions work in two systems of units. The paper differentiates the *summed* loss of a minibatch: leave
+``batch_size`` at 1, give :math:`\eta`, :math:`\sigma^2` and the gradient of the sum, and variances are the paper's
+:math:`s^2`. Training code differentiates the *mean* loss: give the minibatch size ``B``, ``sigma2 = lr_sgd`` and the
+gradient of the mean, and variances become ``gain = B * s2``, the learning rate that a weight actually gets. ``B``
+appears in two functions only, :func:`drift` and :func:`curvature`.
 
 Equations are numbered as in Aitchison (2020), "Bayesian filtering unifies adaptive and non-adaptive neural
 network optimization methods"; labels in the text are the labels of its source.
@@ -22,9 +21,9 @@ Array = Any  # float | numpy.ndarray | torch.Tensor | jax.Array: anything with a
 
 
 class Dynamics(NamedTuple):
-    """Change of the variance between two gradients: some of it is forgotten, some noise is added."""
+    """The change of the variance between two gradients: a fraction of it is forgotten, and noise is added."""
 
-    forget: Array  # share of the variance that is lost; negative if it grows
+    forget: Array  # fraction of the variance that is lost; negative if it grows
     noise: Array
 
 
@@ -32,7 +31,7 @@ class Dynamics(NamedTuple):
 
 
 def drift(eta: Array, sigma2: Array, batch_size: Array = 1.0) -> Array:
-    r"""Fraction of its value that the optimum loses in a step (Eq. 14, eq:def:dyn).
+    r"""Return the fraction of its value that the optimum loses in a step (Eq. 14, eq:def:dyn).
 
     .. math:: k = \frac{B \eta^2}{2 \sigma^2}
 
@@ -45,28 +44,28 @@ def drift(eta: Array, sigma2: Array, batch_size: Array = 1.0) -> Array:
 
 
 def euler(k: Array, sigma2: Array) -> Dynamics:
-    r"""The paper's discretisation of the Ornstein-Uhlenbeck process (Eq. 17b, eq:def:Sprior).
+    r"""Return the paper's discretisation of the Ornstein-Uhlenbeck process (Eq. 17b, eq:def:Sprior).
 
     .. math:: f = 1 - (1 - k)^2, \qquad q = 2 k \sigma^2 \; (= \eta^2)
 
-    Unstable for ``k > 2``; its variance settles at ``sigma2 / (1 - k / 2)``.
+    It is unstable for ``k > 2``; the fixed point of its variance is ``sigma2 / (1 - k / 2)``.
     """
     return Dynamics(forget=k * (2 - k), noise=2 * k * sigma2)
 
 
 def ornstein_uhlenbeck(k: Array, sigma2: Array) -> Dynamics:
-    r"""The Ornstein-Uhlenbeck process itself, of which :func:`euler` is the first order in ``k``.
+    r"""Return the Ornstein-Uhlenbeck process itself, which :func:`euler` approximates to first order in ``k``.
 
     .. math:: f = 1 - e^{-2k}, \qquad q = \sigma^2 f
 
-    Stable for every ``k``; its variance settles at ``sigma2`` exactly.
+    It is stable for every ``k``; the fixed point of its variance is exactly ``sigma2``.
     """
     noise = -sigma2 * _function("expm1", -2 * k)
     return Dynamics(forget=noise / sigma2, noise=noise)
 
 
 def fading_memory(lam: Array) -> Dynamics:
-    r"""Ollivier's forgetting factor: noise in proportion to the variance (Eq. 28, eq:von).
+    r"""Return the dynamics of Ollivier's forgetting factor: noise in proportion to the variance (Eq. 28, eq:von).
 
     .. math:: \frac{1}{s^2_\text{prior}(t+1)} = \frac{1 - \lambda}{s^2_\text{post}(t)},
               \qquad f = \frac{-\lambda}{1 - \lambda}, \qquad q = 0
@@ -81,7 +80,7 @@ def fading_memory(lam: Array) -> Dynamics:
 
 
 def curvature(gradient: Array, batch_size: Array = 1.0) -> Array:
-    r"""The Fisher information in one gradient, an estimate of the Hessian's diagonal (Appendix C).
+    r"""Return the Fisher information in one gradient, an estimate of the Hessian's diagonal (Appendix C).
 
     .. math:: H_{ii} \approx g^2 \; (= B \bar g^2 \text{ in units of the mean gradient})
     """
@@ -89,7 +88,7 @@ def curvature(gradient: Array, batch_size: Array = 1.0) -> Array:
 
 
 def predict(variance: Array, dynamics: Dynamics) -> Array:
-    r"""Prior variance of the optimum, one step on (Eq. 17b, eq:def:Sprior).
+    r"""Return the prior variance of the optimum, one step later (Eq. 17b, eq:def:Sprior).
 
     .. math:: s^2_\text{prior}(t) = s^2_\text{post}(t-1) + \left( q - f s^2_\text{post}(t-1) \right)
 
@@ -99,7 +98,7 @@ def predict(variance: Array, dynamics: Dynamics) -> Array:
 
 
 def update(prior: Array, curvature: Array) -> Array:
-    r"""Posterior variance after a gradient (Eq. 18a, eq:def:Spost).
+    r"""Return the posterior variance after a gradient (Eq. 18a, eq:def:Spost).
 
     .. math:: s^2_\text{post} = \frac{1}{1 / s^2_\text{prior} + H_{ii}}
     """
@@ -107,18 +106,19 @@ def update(prior: Array, curvature: Array) -> Array:
 
 
 def remember(variance: Array, gradient: Array, eta: Array, sigma2: Array, steps: Array) -> Array:
-    r"""Posterior variance after a gradient, in a filter that remembers so many steps.
+    r"""Return the posterior variance after a gradient, in a filter that remembers ``steps`` steps.
 
-    Where the batch size is not known, it is taken weight by weight as :math:`B = s^2_\text{post} / (n \eta^2)`. The
-    filter of a weight then remembers :math:`n` steps, whatever the size of its gradients. With that :math:`B`, and to
-    first order in :math:`1/n`, :func:`predict` and :func:`update` are
+    If the batch size is unknown, each weight gets its own, :math:`B = s^2_\text{post} / (n \eta^2)`. The filter of a
+    weight then remembers :math:`n` steps, whatever the size of its gradients. With this :math:`B`, and to first order
+    in :math:`1/n`, :func:`predict` and :func:`update` are
 
     .. math:: \frac{1}{s^2_\text{prior}} = \frac{1}{s^2} - \frac{1}{n} \left( \frac{1}{s^2} - \frac{1}{\sigma^2}
               \right), \qquad \frac{1}{s^2_\text{post}} = \frac{1}{2 s^2_\text{prior}}
               + \sqrt{\frac{1}{4 s^4_\text{prior}} + \frac{g^2}{n \eta^2}}
 
-    It settles at :func:`fixed_point`, whatever :math:`n` is; with :math:`n = 1`, at once. Near there, it forgets
-    :math:`2 / (n + 1)` of the past in a step, as an exponential average with a span of :math:`n` steps does.
+    The fixed point is :func:`fixed_point`, whatever :math:`n` is; with :math:`n = 1`, one step reaches it. Near the
+    fixed point, a step forgets :math:`2 / (n + 1)` of the past, as an exponential average with a span of :math:`n`
+    steps does.
 
     >>> remember(0.1, gradient=0.5, eta=1e-3, sigma2=0.1, steps=1) == fixed_point(0.25, eta=1e-3, sigma2=0.1)
     True
@@ -129,7 +129,7 @@ def remember(variance: Array, gradient: Array, eta: Array, sigma2: Array, steps:
 
 
 def move(mean: Array, variance: Array, gradient: Array) -> Array:
-    r"""Posterior mean after a gradient of the log-likelihood (Eq. 18b, eq:def:mpost).
+    r"""Return the posterior mean after a gradient of the log-likelihood (Eq. 18b, eq:def:mpost).
 
     .. math:: \mu_\text{post} = \mu_\text{prior} + s^2_\text{post} \, g
 
@@ -142,23 +142,23 @@ def move(mean: Array, variance: Array, gradient: Array) -> Array:
 
 
 def is_unstarted(gain: Array, mean_gradient: Array) -> Array:
-    """Tell whether a weight has had no gradient yet, so that its filter has not started: all of its state is zero.
+    """Tell whether a weight has had no gradient yet: its filter has not started, and all of its state is zero.
 
     A gain of zero alone is not enough: after a very large gradient it may be too small for its precision.
     """
     return (gain == 0) & (mean_gradient == 0)
 
 
-# Where the filter settles
+# Fixed points of the filter
 
 
 def fixed_point(mean_square: Array, eta: Array, sigma2: Array) -> Array:
-    r"""The paper's fixed point of the variance under gradients of a given mean square (Eq. 21, eq:rms:spost).
+    r"""Return the paper's fixed point of the variance for gradients of a given mean square (Eq. 21, eq:rms:spost).
 
     .. math:: \frac{1}{s^2_\text{post}} = \frac{1}{2 \sigma^2}
               + \sqrt{\frac{1}{4 \sigma^4} + \frac{\langle g^2 \rangle}{\eta^2}}
 
-    The same formula in both systems of units: the batch size cancels. It is a soft minimum of the two learning
+    The formula is the same in both systems of units: the batch size cancels. It is a soft minimum of the two learning
     rates, between their harmonic sum and their minimum:
     :math:`\max(1/\sigma^2, \sqrt{\langle g^2\rangle}/\eta) \le 1/s^2 \le 1/\sigma^2 + \sqrt{\langle g^2\rangle}/\eta`.
 
@@ -170,14 +170,14 @@ def fixed_point(mean_square: Array, eta: Array, sigma2: Array) -> Array:
 
 
 def exact_fixed_point(curvature: Array, dynamics: Dynamics) -> Array:
-    r"""The fixed point of :func:`predict` and :func:`update` under a constant curvature, without approximation.
+    r"""Return the fixed point of :func:`predict` and :func:`update` for a constant curvature, without approximation.
 
     With :math:`\ell = 1/s^2_\text{post}` it solves :math:`q \ell^2 - (f + q H) \ell - (1 - f) H = 0`, of which
     Eq. 20 (eq:quad) drops the :math:`q H`. The term matters where one gradient outweighs the process noise, that is
     where :math:`\sqrt{\langle g^2\rangle} > 1 / (B \eta)` in mean units: there the variance falls as
     :math:`1/H`, faster than Adam's learning rate does.
 
-    Needs process noise: for :func:`fading_memory` see :func:`mean_square_fixed_point`.
+    The dynamics must have noise: for :func:`fading_memory` see :func:`mean_square_fixed_point`.
     """
     forget, noise = dynamics
     b = forget + noise * curvature
@@ -185,7 +185,7 @@ def exact_fixed_point(curvature: Array, dynamics: Dynamics) -> Array:
 
 
 def mean_square_fixed_point(mean_square: Array, lam: Array) -> Array:
-    r"""The fixed point under :func:`fading_memory`: a mean-square normaliser (Eq. 31).
+    r"""Return the fixed point of :func:`fading_memory`: a mean-square normaliser (Eq. 31).
 
     .. math:: s^2_\text{post} = \frac{\lambda}{\langle g^2 \rangle}
     """

@@ -1,13 +1,13 @@
-r"""The filter for a whole weight matrix: a Kalman filter for the optimum of all of its weights together.
+r"""The filter for a weight matrix: a Kalman filter for the optimum of all of its weights together.
 
 The weights are a vector :math:`w = \text{vec} W`, their uncertainty a covariance matrix :math:`P`, and the Fisher
 information of a gradient a matrix :math:`H`. Between gradients nothing is new: :func:`adabayes.filtering.predict` takes
 matrices, with :math:`q I` for its noise.
 
-The optimum drifts in no preferred direction, so that :math:`P` settles at a function of :math:`H`: the eigenvectors
-stay, and each eigenvalue goes through a scalar equation of :mod:`adabayes.filtering`.
+The optimum drifts in no preferred direction, so the fixed point of :math:`P` is a function of :math:`H`: the
+eigenvectors stay, and each eigenvalue goes through a scalar equation of :mod:`adabayes.filtering`.
 
-Each function is one equation, pure, over NumPy, torch and JAX arrays alike. Matrices may have leading axes.
+Each function is one equation and pure. It takes arrays of NumPy, torch and JAX. Matrices may have leading axes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 from adabayes import filtering
-from adabayes.eigenbasis import basis_of
+from adabayes.eigenbasis import eigenvectors
 from adabayes.filtering import Dynamics
 
 Array = Any  # numpy.ndarray | torch.Tensor | jax.Array: symmetric matrices
 
 
 def update(prior: Array, H: Array) -> Array:
-    r"""Posterior covariance after a gradient, Eq. 18a for matrices.
+    r"""Return the posterior covariance after a gradient, Eq. 18a for matrices.
 
     .. math:: P_\text{post} = (P_\text{prior}^{-1} + H)^{-1}
     """
@@ -31,7 +31,7 @@ def update(prior: Array, H: Array) -> Array:
 
 
 def fixed_point(H: Array, eta: Array, sigma2: Array) -> Array:
-    r"""The paper's fixed point, Eq. 21 with a matrix root.
+    r"""Return the paper's fixed point, Eq. 21 with a matrix root.
 
     .. math:: P^{-1} = \frac{I}{2 \sigma^2} + \left( \frac{I}{4 \sigma^4} + \frac{H}{\eta^2} \right)^{1/2}
 
@@ -46,7 +46,7 @@ def fixed_point(H: Array, eta: Array, sigma2: Array) -> Array:
 
 
 def exact_fixed_point(H: Array, dynamics: Dynamics) -> Array:
-    r"""The fixed point of the filter under a constant information, without approximation.
+    r"""Return the fixed point of the filter for constant information, without approximation.
 
     .. math:: q L^2 - (f I + q H) L - (1 - f) H = 0, \qquad L = P^{-1}
     """
@@ -54,7 +54,7 @@ def exact_fixed_point(H: Array, dynamics: Dynamics) -> Array:
 
 
 def natural_gradient(H: Array, lam: Array) -> Array:
-    r"""The fixed point under :func:`adabayes.filtering.fading_memory`: no root, as in the scalar filter (Eq. 31).
+    r"""Return the fixed point of :func:`adabayes.filtering.fading_memory`: no root, as in the scalar filter (Eq. 31).
 
     .. math:: P = \lambda H^{-1}
     """
@@ -66,7 +66,7 @@ def of_eigenvalues(function: Callable[[Array], Array], H: Array) -> Array:
 
     .. math:: f(H) = Q \, \text{diag}(f(h_1), f(h_2), \ldots) \, Q^T, \qquad H = Q \, \text{diag}(h) \, Q^T
     """
-    Q = basis_of(H)
+    Q = eigenvectors(H)
     h = (Q * (H @ Q)).sum(-2)
     h = h * (h > 0)  # eigenvalues of zero come out as small numbers of either sign
     return (Q * function(h)[..., None, :]) @ Q.mT

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from adabayes._warn import warn
+from adabayes._util.warn import warn
 
 __all__ = [
+    "FIXED_POINT_RATIO",
     "LEAST_GAIN",
     "MEMORY",
-    "RATIO",
-    "SETTLED_RATIO",
+    "PAPER_RATIO",
     "USUAL_LR",
     "WINDOW",
     "batch_size_of",
     "memory_of",
+    "newest_weight",
     "ratio_of",
-    "share_of",
     "warn_if_closed",
     "warn_if_papers",
     "warn_if_swapped",
@@ -28,34 +28,34 @@ __all__ = [
 
 Number = Any  # float, or an array that JAX traces
 
-USUAL_LR = 1e-3  # the base of a learning rate that is 0, because a schedule will set it
-RATIO = 100.0  # lr_sgd / lr in the paper
-SETTLED_RATIO = 1e5  # unless the paper's filter is asked for: by the evidence, no difference to AdamW at the same lr
-MEMORY = 100  # steps that AdaBayes remembers, where batch_size is not given
-LEAST_GAIN = 1e-30  # from which such a filter goes on: it multiplies its gain, and would not recover from 0
-WINDOW = 100.0  # gradient up to which the paper's form of AdaBayes is Adam-like, where batch_size is not given
+USUAL_LR = 1e-3  # base_lr if lr is 0 at first, because a schedule will set it
+PAPER_RATIO = 100.0  # lr_sgd / lr in the paper
+FIXED_POINT_RATIO = 1e5  # lr_sgd / lr elsewhere: large enough that AdaBayes-FP equals AdamW in our evidence
+MEMORY = 100  # number of steps that AdaBayes remembers if batch_size is not given
+LEAST_GAIN = 1e-30  # lower bound in a filter with this memory: it multiplies the gain, so 0 would stay 0
+WINDOW = 100.0  # largest gradient for which the paper's form is Adam-like if batch_size is not given
 
 
 def memory_of(batch_size: Number | None, dynamics: str) -> int | None:
-    """Return the steps that AdaBayes remembers; None if that follows from a batch size, as in the paper."""
+    """Return the number of steps that AdaBayes remembers; None if it follows from a batch size, as in the paper."""
     return MEMORY if batch_size is None and dynamics == "exact" else None
 
 
-def share_of(t: Number, memory: Number) -> Number:
-    """Return the share that the newest gradient has in what is remembered after t steps: at first, these are all."""
+def newest_weight(t: Number, memory: Number) -> Number:
+    """Return the weight of the newest gradient: 1 / min(t, memory)."""
     return 1 / (min(t, memory) if isinstance(t, (int, float)) else t.clip(max=memory))
 
 
 def ratio_of(batch_size: Number | None, dynamics: str) -> float:
-    """Return ``lr_sgd / lr`` of an AdaBayes that is given no ``lr_sgd``: the paper's, if its filter is asked for."""
-    return RATIO if memory_of(batch_size, dynamics) is None else SETTLED_RATIO
+    """Return the default of ``lr_sgd / lr`` in AdaBayes: the paper's, if the filter is the paper's."""
+    return PAPER_RATIO if memory_of(batch_size, dynamics) is None else FIXED_POINT_RATIO
 
 
 def batch_size_of(batch_size: Number | None, base_lr: Number) -> Number:
     """Return the ``batch_size`` of AdaBayes's filter in the paper's form, which needs one.
 
-    If it is not known, it is chosen so that the Adam-like window, which ends at ``1 / (batch_size * base_lr)``, is open
-    to gradients of ``WINDOW``, whatever the learning rate.
+    The default depends on the learning rate: the Adam-like window, which ends at gradients of
+    ``1 / (batch_size * base_lr)``, then always ends at ``WINDOW``.
     """
     return 1 / (WINDOW * base_lr) if batch_size is None else batch_size
 

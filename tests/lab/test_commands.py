@@ -299,7 +299,7 @@ def test_spreadsheets_do_not_run_what_is_in_the_results(tmp_path: Path) -> None:
 
 
 def paper_rows(label: str = "") -> list[Table]:
-    """The paper's table for its widest network, with long names, failures and three seeds."""
+    """Return the paper's table for its widest network, with long names, failures and three seeds."""
     paper = load("paper").narrowed(["cifar100"], ["densenet121"])
     named = {name: replace(o, label=o.label + label) for name, o in paper.optimizers.items()}
     rows = [

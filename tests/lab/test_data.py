@@ -33,6 +33,7 @@ from adabayes.lab.data import DataError, Images, Text, download, formats
 from adabayes.lab.data.download import Archive, Source
 from tests.lab.conftest import adabayes, md5, write_cifar10
 
+ROOT = Path(__file__).parents[2]
 DTYPE_STATE = (3, "|", None, None, None, -1, -1, 0)  # that numpy gives bytes
 
 # Files in CIFAR's form
@@ -40,7 +41,7 @@ DTYPE_STATE = (3, "|", None, None, None, -1, -1, 0)  # that numpy gives bytes
 
 @pytest.fixture
 def cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data set of 12 images in the form of CIFAR-10, with its own checksums."""
+    """Write a data set of 12 images in the format of CIFAR-10, with its own checksums."""
     pixels = np.random.default_rng(0).integers(0, 256, (12, 3072), dtype=np.uint8)
     monkeypatch.setitem(download.SOURCES, "cifar10", write_cifar10(tmp_path, pixels, np.tile([3, 9], 6)))
     return tmp_path
@@ -251,8 +252,8 @@ def test_fashion_mnist_is_found_where_debian_puts_it(tmp_path: Path, monkeypatch
 
 
 def fuzz(folder: Path, cases: int, seed: int) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("fuzz_formats.py")), str(folder), str(cases), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.workers.fuzz_formats", str(folder), str(cases), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, f"{done.returncode}: {done.stdout} {done.stderr}"
     assert f"{cases} cases" in done.stdout
 
@@ -515,7 +516,7 @@ def test_a_server_that_sends_all_or_too_much_does_no_harm(remote: _Server, tmp_p
 
 @pytest.fixture
 def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user without HOME and without an entry among the system's users, as in many containers."""
+    """Simulate a user without HOME and without an entry among the system's users, as in many containers."""
 
     def unknown(number: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {number}")

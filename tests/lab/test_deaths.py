@@ -27,8 +27,8 @@ from adabayes.lab.report import figures
 from adabayes.lab.run.files import DiskFull, append, remove_leftovers, write_atomically
 from adabayes.lab.run.folder import RunFolder
 from adabayes.lab.run.training import Watch, train
-from tests.lab import deaths
 from tests.lab.conftest import spec_of, start
+from tests.workers import deaths
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 
 def die(folder: Path, step: int, *command: str) -> int:
     """Let a command die at some or all of its file operations, and return how often it did."""
-    worker = [sys.executable, "-m", "tests.lab.deaths", str(folder), str(step), *command]
+    worker = [sys.executable, "-m", "tests.workers.deaths", str(folder), str(step), *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(worker, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr

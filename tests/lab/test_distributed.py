@@ -18,8 +18,8 @@ import pytest
 from adabayes.lab.execute import sweep
 from adabayes.lab.run.folder import folder_of
 from tests.lab.conftest import adabayes, without_times
-from tests.marks import has_fsdp2
-from tests.torchrun import LOOPBACK
+from tests.support.marks import has_fsdp2
+from tests.support.torchrun import LOOPBACK
 
 # The paper's dynamics begin with small steps, so that rounding takes longer to grow.
 TRAIN = ("train", "--optimizer", "adabayes", "--set", "dynamics=paper", "--epochs", "3", "--checkpoint-every", "0.1")

@@ -26,7 +26,7 @@ ASKED = ("reproduce", "--optimizers", "sgd,adabayes-k", "--seeds", "1", "--epoch
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head that runs nothing, and two nodes with one core each."""
+    """Start a head that runs nothing, and two nodes with one core each."""
     handler = signal.getsignal(signal.SIGTERM)
     found = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     for _ in range(2):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Protocol, list[Spec], Path]:
-    """A real comparison of three optimizers, of which one diverges."""
+    """Run a comparison of optimizers, one of which diverges."""
     out = tmp_path_factory.mktemp("compared")
     path = out / "mine.toml"
     path.write_text(
@@ -157,7 +157,7 @@ def test_rates_go_on_after_an_interruption(digits: Data, tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Protocol, list[Spec], Path]:
-    """Runs of the size of the paper's experiment with five seeds: files as a run would leave them."""
+    """Write the files of runs as large as the paper's experiment, with five seeds."""
     out = tmp_path_factory.mktemp("generated")
     paper = protocol.load("paper").narrowed(seeds=5)
     specs = paper.runs()

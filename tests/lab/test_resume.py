@@ -30,7 +30,7 @@ def only_run(out: Path) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-    """The metrics of a run that nothing happened to."""
+    """Return the metrics of a run without interruption."""
     out = tmp_path_factory.mktemp("whole")
     done = adabayes(*RUN, "--out", out)
     assert done.returncode == 0, done.stderr

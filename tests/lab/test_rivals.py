@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from adabayes.bench import muon
 from adabayes.lab import models
 from adabayes.lab.data import Data
+from adabayes.lab.optimizers import find_class
 from adabayes.lab.rivals import MuonAdamW
 from adabayes.lab.run.folder import RunFolder
 from adabayes.lab.run.training import Interrupted, Watch, train
-from tests.marks import has_muon
+from tests.support.marks import has_muon
 
 from .conftest import spec_of, without_times
 
@@ -22,6 +24,12 @@ def test_a_torch_without_muon_is_explained(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delattr(torch.optim, "Muon", raising=False)
     with pytest.raises(RuntimeError, match=r"Muon came with torch 2\.9"):
         MuonAdamW(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match=r"Muon came with torch 2\.9"):
+        MuonAdamW([torch.zeros(2, 2)])
+
+
+def test_import_path_of_records_gives_the_optimizer_of_the_bench() -> None:
+    assert find_class("adabayes.lab.rivals.MuonAdamW") is muon.MuonAdamW
 
 
 def names_of(model: nn.Module, optimizer: MuonAdamW) -> set[str]:
@@ -84,6 +92,24 @@ def test_a_convolution_steps_as_its_matrix_in_any_layout() -> None:
         results.append(conv.detach().contiguous())
         assert not conv.equal(start)
     torch.testing.assert_close(*results)
+
+
+@has_muon
+def test_a_list_of_tensors_steps_as_a_network_with_these_matrices() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 5), nn.Linear(5, 2))
+    model[2].requires_grad_(False)  # the output layer, which is no matrix for Muon
+    tensors = [p.detach().clone().requires_grad_() for p in model.parameters() if p.requires_grad]
+    ours, theirs = MuonAdamW(model, lr=0.1), MuonAdamW(tensors, lr=0.1)
+    assert [p.dim() for p in theirs.param_groups[0]["params"]] == [4, 2]
+    for _ in range(3):
+        for p, q in zip(model.parameters(), tensors):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        ours.step()
+        theirs.step()
+    for p, q in zip(model.parameters(), tensors):
+        assert torch.equal(p, q)
 
 
 @has_muon

@@ -21,7 +21,7 @@ from adabayes.lab.run import shards
 from adabayes.lab.run.distributed import _Several
 from adabayes.lab.run.files import DiskFull
 from adabayes.lab.run.folder import RunFolder, save_tree
-from tests.marks import has_fsdp2
+from tests.support.marks import has_fsdp2
 
 pytestmark = has_fsdp2
 

@@ -21,7 +21,7 @@ from adabayes.lab.protocol import Protocol, ProtocolError
 from adabayes.lab.report import suite_figure, suite_page
 from adabayes.lab.run.folder import folder_of
 from adabayes.lab.suite import Final, Record, Trial
-from tests.marks import has_muon
+from tests.support.marks import has_muon
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -16,7 +16,7 @@ from adabayes.lab import data
 from adabayes.lab.data import Data, DataError, Points, Vectors
 from adabayes.lab.protocol import Spec
 from adabayes.lab.run.folder import RunFolder
-from adabayes.lab.run.training import Interrupted, Watch, _Position, train
+from adabayes.lab.run.training import Interrupted, Watch, train
 from adabayes.lab.tasks import Poisson, Reconstruction, Regression
 
 from .conftest import spec_of, without_times
@@ -166,15 +166,3 @@ def test_the_flights_are_standardised_and_split(tmp_path: Path) -> None:
     assert float(y.std()) == pytest.approx(1, abs=0.02)
     assert x[:, 7:].sum(1).unique().tolist() == [4.0]  # a weekday, an airline, two airports
     assert (x[:, 0] * y).mean() > 0.8  # who leaves late arrives late
-
-
-def test_runs_of_version_0_1_keep_their_names_and_checkpoints() -> None:
-    spec = Spec(
-        dataset="digits", model="resnet8", model_options={}, optimizer="sgd", optimizer_class="torch.optim.SGD",
-        settings={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0005}, seed=0, epochs=1, batch_size=64,
-        test_batch_size=360, schedule={"kind": "step", "at": [0.75], "factor": 0.1},
-    )  # fmt: skip
-    assert spec.identity == "64a7b0871e"
-    assert replace(spec, tests_per_epoch=2).identity != spec.identity
-    old = {"epoch": 1, "step": 2, "loss": 3.0, "wrong": 4, "seen": 5, "seconds": 6.0}
-    assert _Position.of(old) == _Position(1, 2, 3.0, [4], 5, 6.0)

@@ -56,7 +56,7 @@ def test_claims_about_the_matrix_fail_when_its_closed_form_is_wrong(monkeypatch:
 def test_claims_about_the_matrix_fail_when_its_filter_or_basis_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     right = matrix_filtering.update
     monkeypatch.setattr(matrix_filtering, "update", lambda prior, H: right(prior, 1.1 * H))
-    monkeypatch.setattr(theory_matrix, "basis_of", lambda x: np.eye(len(x)))
+    monkeypatch.setattr(theory_matrix, "eigenvectors", lambda x: np.eye(len(x)))
     found = failed(theory_matrix.matrix())
     assert {0, 1, 7, 9, 10, 11, 12} <= set(found)
     assert not {2, 4, 5, 6, 8} & set(found)  # these are about the closed form alone
@@ -65,7 +65,7 @@ def test_claims_about_the_matrix_fail_when_its_filter_or_basis_is_wrong(monkeypa
 def test_claims_about_rotations_fail_in_other_bases_and_for_other_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
     adam, sgd = theory_matrix.OPTIMIZERS["Adam"], theory_matrix.OPTIMIZERS["SGD"]
     monkeypatch.setattr(theory_matrix, "OPTIMIZERS", {"SGD": adam, "Adam": sgd, "AdaBayes-K": adam})
-    monkeypatch.setattr(theory_matrix, "basis_of", lambda x: np.eye(len(x)))
+    monkeypatch.setattr(theory_matrix, "eigenvectors", lambda x: np.eye(len(x)))
     right = theory_matrix._learned_by_sgd
     monkeypatch.setattr(theory_matrix, "_learned_by_sgd", lambda *args: 1.03 * right(*args))
     assert failed(theory_matrix.rotation()) == [0, 1, 2, 3, 4, 5]

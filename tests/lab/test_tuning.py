@@ -21,7 +21,7 @@ from adabayes.lab.protocol import Protocol, ProtocolError
 from adabayes.lab.run.folder import RunFolder, exclusive
 from adabayes.lab.run.training import Interrupted
 from tests.lab.conftest import adabayes, start
-from tests.marks import has_muon
+from tests.support.marks import has_muon
 
 COMMAND = ("tune", "--budget", "3", "--epochs", "2", "--optimizers", "sgd,adabayes")
 

@@ -9,8 +9,8 @@ included if they are installed.
 
 The workload small-saved is the workload small after a call of optimizer.state_dict(), as for a checkpoint.
 
-With --matrix, optimizers that work on whole matrices are timed at the same settings: AdaBayes-K, torch's Muon (AdamW
-for what is not a matrix), and SOAP of the package pytorch_optimizer, if it is installed. Some of their steps take
+With --matrix, optimizers that work on whole matrices are timed at the same settings: AdaBayes-K, torch's Muon (with
+AdamW for vectors), and SOAP of the package pytorch_optimizer, if it is installed. Some of their steps take
 longer than others, so the table has the mean over 20 steps, in which each basis is refreshed twice, as from step 128
 on; before, AdaBayes-K refreshes them more often.
 

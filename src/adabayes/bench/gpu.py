@@ -1,7 +1,8 @@
 """Checks of the fused step on a GPU, for ``adabayes doctor --gpu``.
 
-With a GPU: its bits against the CPU's kernel, a step's time against torch's, a CUDA graph, a GradScaler. Without one,
-what needs none: the bits under Triton's interpreter, in a separate process, and the compiled code.
+With a GPU, they compare the bits with those of the CPU's kernel and the time of a step with torch's, and test a CUDA
+graph and a GradScaler. Without a GPU, they check the bits under Triton's interpreter, in a separate process, and the
+compiled code.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ import torch
 from torch import nn
 
 from adabayes import AdaBayes, AdaBayesFP, AdaBayesK, __version__, kernels
+from adabayes._util.missing_extra import install_command
 from adabayes.bench.workloads import WORKLOADS
-from adabayes.kernels import compiled, device
-from adabayes.optim import _fused
+from adabayes.kernels.backends import BACKENDS
+from adabayes.kernels.check import compiled
+from adabayes.kernels.triton import launch as device
 
 __all__ = ["VARIANTS", "Finding", "differing", "findings", "on_cpu_tensors", "report", "trained"]
 
@@ -41,16 +44,16 @@ VARIANTS: dict[str, Maker] = {
     "AdaBayes-FP, centred": partial(AdaBayesFP, centred=True),
     "AdaBayes-FP, cautious": partial(AdaBayesFP, cautious=True),
 }
-LENGTHS = (1, 0, 37, 1024, 2500)  # whole blocks, ends of them, and nothing
+LENGTHS = (1, 0, 37, 1024, 2500)  # full blocks, partial blocks, and none
 _EXTREME = (0.0, -0.0, 1e-42, -1e-30, 1e-4, 3.0, 6e4, -1e20, 3e38, math.inf, -math.inf, math.nan)
 
 
 class Finding(NamedTuple):
-    """The outcome of one check: whether it passed (None: there was nothing to judge), and a sentence."""
+    """The outcome of one check."""
 
     name: str
-    well: bool | None
-    said: str
+    well: bool | None  # whether it passed; None if there was nothing to judge
+    message: str
 
 
 # Bits
@@ -60,7 +63,7 @@ def trained(make: Maker, param: torch.dtype, state: torch.dtype, where: str, len
     """Take three fused steps, with some gradients that are 0, huge or nan; return the optimizer."""
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(n, generator=generator).to(param) for n in lengths]
-    start.append(torch.randn(1200, generator=generator).to(param)[3:])  # which does not start at 16 bytes
+    start.append(torch.randn(1200, generator=generator).to(param)[3:])  # not aligned to 16 bytes
     params = [p.to(where) for p in start]
     low = torch.bfloat16 if state == torch.bfloat16 else None
     optimizer = make(
@@ -79,7 +82,7 @@ def trained(make: Maker, param: torch.dtype, state: torch.dtype, where: str, len
 
 
 def differing(one: Any, other: Any) -> tuple[int, int]:
-    """Count the numbers of two optimizers that differ in a bit, where all nan are equal; return it and the total."""
+    """Count the values of two optimizers that differ in a bit, where all nan are equal; return this and the total."""
     pairs = [
         (a, b.cpu())
         for p, q in zip(one.param_groups[0]["params"], other.param_groups[0]["params"])
@@ -98,12 +101,12 @@ def differing(one: Any, other: Any) -> tuple[int, int]:
 @contextmanager
 def on_cpu_tensors() -> Iterator[None]:
     """Let the kernel for GPUs step tensors on the CPU, as it can under the interpreter."""
-    before = _fused.BACKENDS["cpu"]
-    _fused.BACKENDS["cpu"] = _fused.BACKENDS["cuda"]._replace(unavailable=lambda: None, by_default=True)
+    before = BACKENDS["cpu"]
+    BACKENDS["cpu"] = BACKENDS["cuda"]._replace(unavailable=lambda: None, by_default=True)
     try:
         yield
     finally:
-        _fused.BACKENDS["cpu"] = before
+        BACKENDS["cpu"] = before
 
 
 def bits(where: str, names: Sequence[str] = tuple(VARIANTS)) -> Finding:
@@ -115,21 +118,21 @@ def bits(where: str, names: Sequence[str] = tuple(VARIANTS)) -> Finding:
             expected = trained(VARIANTS[name], param, state, "cpu")
             if where == "interpreter":
                 with on_cpu_tensors():
-                    found = trained(VARIANTS[name], param, state, "cpu")
+                    actual = trained(VARIANTS[name], param, state, "cpu")
             else:
-                found = trained(VARIANTS[name], param, state, where)
-            count, of = differing(expected, found)
-            total += of
+                actual = trained(VARIANTS[name], param, state, where)
+            count, compared = differing(expected, actual)
+            total += compared
             if count:
                 unlike[f"{name}, {param}, state {state}"] = count
     if not unlike:
-        return Finding("bits", True, f"all {total} numbers as the CPU's, {len(names) * len(device.PAIRS)} variants")
+        return Finding("bits", True, f"all {total} values as on the CPU, in {len(names) * len(device.PAIRS)} variants")
     listed = "; ".join(f"{count} of {name}" for name, count in unlike.items())
-    return Finding("bits", False, f"of {total} numbers these differ from the CPU's: {listed}")
+    return Finding("bits", False, f"of {total} values, these differ from the CPU's: {listed}")
 
 
 def bits_interpreted() -> Finding:
-    """Run :func:`bits` under Triton's interpreter, in a new process, as Triton decides on it when it is imported."""
+    """Run :func:`bits` under Triton's interpreter, in a new process: Triton chooses it when it is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "adabayes.bench.gpu"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -169,7 +172,7 @@ def code(targets: Sequence[str], chosen: Sequence[compiled.Variant]) -> Finding:
 
 
 def speed(where: str, workload: str, repeats: int = 30) -> Finding:
-    """Time steps in one run, in random order, waiting for the device before and after each."""
+    """Time the steps of several optimizers, in random order, with a device sync before and after each step."""
     makers: dict[str, Maker] = {
         "AdamW fused": partial(torch.optim.AdamW, fused=True),
         "AdamW foreach": partial(torch.optim.AdamW, foreach=True),
@@ -202,7 +205,7 @@ def speed(where: str, workload: str, repeats: int = 30) -> Finding:
 
 
 def graph(where: str) -> Finding:
-    """Capture a step in a CUDA graph; replays must give the bits of steps without one."""
+    """Capture a step in a CUDA graph; replays must have the bits of steps without a graph."""
     results = []
     for captured in (False, True):
         params = [torch.linspace(-1, 1, n, device=where) for n in (3, 5000)]
@@ -213,7 +216,7 @@ def graph(where: str) -> Finding:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            optimizer.step()  # which a graph cannot capture
+            optimizer.step()  # the first step creates state, which a graph cannot capture
         torch.cuda.current_stream().wait_stream(side)
         take: Callable[[], Any] = optimizer.step
         if captured:
@@ -227,11 +230,11 @@ def graph(where: str) -> Finding:
             take()
         results.append([*params, *(entry for state in optimizer.state.values() for entry in state.values())])
     unlike = sum(not torch.equal(a, b) for a, b in zip(*results))
-    return Finding("graph", not unlike, f"{unlike} tensors differ" if unlike else "replays as steps without a graph")
+    return Finding("graph", not unlike, f"{unlike} tensors differ" if unlike else "replays equal steps without a graph")
 
 
 def scaler(where: str) -> Finding:
-    """Train with a GradScaler and one gradient that overflows, against steps without a scaler."""
+    """Compare training with a GradScaler and one gradient that overflows with steps without a scaler."""
     w, v = (nn.Parameter(torch.linspace(-1, 1, 2000, device=where)) for _ in range(2))
     scaled, plain = AdaBayesFP([w], lr=1e-2, fused=True), AdaBayesFP([v], lr=1e-2, fused=True)
     scaling = torch.amp.GradScaler(torch.device(where).type, init_scale=8.0)
@@ -252,7 +255,7 @@ def scaler(where: str) -> Finding:
 
 
 def matrices(where: str) -> Finding:
-    """Compare the element-wise part of AdaBayes-K with the kernel and without."""
+    """Compare AdaBayes-K with and without the kernel, which computes its element-wise part."""
     results = []
     for fused in (True, False):
         w = torch.randn(48, 32, generator=torch.Generator().manual_seed(0)).to(where)
@@ -274,9 +277,9 @@ def _wait(where: str) -> None:
 
 
 def findings() -> Iterator[Finding]:
-    """Yield the results of all checks that this machine permits; a check that fails says why."""
-    kinds = [compiled.Variant("adabayes_step", torch.float32, torch.float32)]
-    kinds.append(compiled.Variant("adabayes_fp_step", torch.bfloat16, torch.bfloat16, round_params=True))
+    """Run all checks that this machine permits, and yield their results."""
+    kinds = [compiled.Variant("adabayes", torch.float32, torch.float32, (False,))]
+    kinds.append(compiled.Variant("adabayes_fp", torch.bfloat16, torch.bfloat16, (False, False), round_params=True))
     checks: list[tuple[str, Callable[[], Finding]]]
     if torch.cuda.is_available():
         if missing := device.unavailable():
@@ -293,13 +296,13 @@ def findings() -> Iterator[Finding]:
             ("code", partial(code, [target], kinds)),
         ]
     else:
-        yield Finding("GPU", None, "there is none that torch can use here, so no bits, graph or speed of one")
+        yield Finding("GPU", None, "there is none that torch can use here: its bits, graph and speed are not checked")
         try:
             import triton
         except ImportError:
-            yield Finding("Triton", None, "not installed, so nothing else can be run: pip install 'adabayes[gpu]'")
+            yield Finding("Triton", None, f"not installed, so nothing else can be run: {install_command('gpu')}")
             return
-        yield Finding("Triton", None, f"{triton.__version__}; what follows was run on the CPU")
+        yield Finding("Triton", None, f"{triton.__version__}; the following checks ran on the CPU")
         checks = [("bits", bits_interpreted), ("code", partial(code, compiled.TARGETS, kinds))]
     for name, check in checks:
         try:
@@ -307,12 +310,12 @@ def findings() -> Iterator[Finding]:
                 yield Finding(name, None, f"there is no kernel for the CPU to compare with: {missing}")
             else:
                 yield check()
-        except Exception as error:  # it is reported, and the other checks continue
+        except Exception as error:  # report it, and continue with the other checks
             yield Finding(name, False, f"failed: {type(error).__name__}: {error}")
 
 
-def report(found: Sequence[Finding]) -> str:
-    """Return a block to paste into an issue."""
+def report(results: Sequence[Finding]) -> str:
+    """Return the versions and the results as text, to paste into an issue."""
     lines = {"adabayes": __version__, "torch": torch.__version__}
     if torch.cuda.is_available():
         import importlib.metadata
@@ -321,7 +324,7 @@ def report(found: Sequence[Finding]) -> str:
         lines["CUDA"] = f"{torch.version.cuda or torch.version.hip}"
         lines["Triton"] = importlib.metadata.version("triton") if not device.unavailable() else "does not work"
     marks = {True: "ok: ", False: "WRONG: ", None: ""}
-    lines |= {name: marks[well] + said for name, well, said in found}
+    lines |= {name: marks[well] + message for name, well, message in results}
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 

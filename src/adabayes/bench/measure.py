@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from adabayes import __version__, kernels
-from adabayes._machine import processor
+from adabayes._util.machine import processor
 from adabayes.bench.report import Report, Row
 from adabayes.bench.workloads import MATRIX, QUICK, WORKLOADS
 

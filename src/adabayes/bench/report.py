@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from adabayes._util.missing_extra import missing_extra
+
 if TYPE_CHECKING:
     from adabayes.bench.measure import Settings
 
@@ -74,7 +76,7 @@ class Report:
         try:
             import matplotlib as mpl
         except ImportError as error:
-            raise ImportError("plotting needs matplotlib: pip install '.[plot]' in the folder of AdaBayes") from error
+            raise missing_extra("plotting needs matplotlib", "plot") from error
         mpl.use("agg")
         import matplotlib.pyplot as plt
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from adabayes import AdaBayes, AdaBayesFP, AdaBayesK, kernels
 from adabayes.bench.measure import Step
+from adabayes.bench.muon import MuonAdamW
 from adabayes.bench.workloads import Workload
 
 __all__ = ["BASELINE", "matrix_optimizers", "optimizers", "roof", "state_bytes", "steps"]
@@ -63,7 +64,7 @@ def matrix_optimizers() -> dict[str, Maker]:
         "AdaBayes-K bf16": lambda p: AdaBayesK(p, weight_decay=0.01, state_dtype=torch.bfloat16),
     }
     if hasattr(torch.optim, "Muon"):
-        makers["Muon"] = _Muon
+        makers["Muon"] = MuonAdamW
     if importlib.util.find_spec("pytorch_optimizer"):
         makers["pytorch_optimizer.SOAP"] = _soap
     return makers
@@ -145,22 +146,6 @@ def _soap(params: list[Tensor]) -> torch.optim.Optimizer:
     module = importlib.import_module("pytorch_optimizer")
     optimizer: torch.optim.Optimizer = module.SOAP(params, betas=(0.9, 0.99), max_precondition_dim=2048)
     return optimizer
-
-
-class _Muon(torch.optim.Optimizer):
-    """Muon for matrices, AdamW for the rest."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        super().__init__(params, {})
-        self._both: list[Any] = [
-            torch.optim.Muon([p for p in params if p.dim() == 2]),
-            torch.optim.AdamW([p for p in params if p.dim() != 2], fused=True),
-        ]
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for optimizer in self._both:
-            optimizer.step()
-            self.state.update(optimizer.state)
 
 
 def _step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

@@ -1,6 +1,6 @@
 """The command line.
 
-``--help`` and ``--version`` answer at once: torch and the lab are imported when a command runs, not before.
+``--help`` and ``--version`` answer at once, because torch and the lab are imported only when a command runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from adabayes import __version__
-from adabayes._signals import Stopped, handled
+from adabayes._util.signals import Stopped, handled
 from adabayes.cli import bench, doctor, lab, output
 from adabayes.cli.parsing import Parser, add_commands
 
@@ -24,17 +24,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with output.forgiving():
             _run(sys.argv[1:] if arguments is None else arguments)
     finally:
-        if arguments is None:  # Python and torch take a while to end; Ctrl-C is no reason for a traceback there
+        if arguments is None:  # Python and torch take a while to exit; Ctrl-C must not print a traceback then
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _run(arguments: Sequence[str]) -> None:
     """Run a command; Ctrl-C and SIGTERM end it with one line."""
-    said = "stopped\n"
+    message = "stopped\n"
 
     def stop_at_once(number: int) -> None:
-        # Torch is being imported: an exception would come up in the midst of it, and nothing has begun yet.
-        os.write(2, said.encode(errors="backslashreplace"))
+        # torch is being imported: an exception would surface inside of it, and no work has begun yet.
+        os.write(2, message.encode(errors="backslashreplace"))
         os._exit(Stopped(number).code)
 
     with handled(stop_at_once):
@@ -43,12 +43,12 @@ def _run(arguments: Sequence[str]) -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             args.command = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} -m {args.command}"
         if getattr(args, "goes_on", False):
-            said = f"stopped; nothing is lost. Go on with: {args.command}\n"
+            message = f"stopped; nothing is lost. Go on with: {args.command}\n"
         try:
             args.run(args)
         except Stopped as stopped:
-            if os.environ.get("RANK", "0") == "0":  # of several processes, the first tells
-                sys.stderr.write(said)
+            if os.environ.get("RANK", "0") == "0":  # only the first of several processes prints
+                sys.stderr.write(message)
             sys.exit(stopped.code)
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from adabayes import bench
-from adabayes._signals import handled, raise_stopped
+from adabayes._util.signals import handled, raise_stopped
 from adabayes.bench.workloads import WORKLOADS
 from adabayes.cli.parsing import Parser
 

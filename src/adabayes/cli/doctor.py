@@ -10,12 +10,13 @@ import sys
 import textwrap
 
 from adabayes import __version__
+from adabayes._util.missing_extra import install_command
 from adabayes.cli.parsing import Parser
 
 __all__ = ["add", "diagnosis", "extras"]
 
 _INDENT = 14 * " "
-# A package that an extra needs, with every version of Python: "rich>=13; extra == 'lab'"
+# A package that an extra needs in every version of Python: "rich>=13; extra == 'lab'"
 _NEED = re.compile(
     r"(?P<name>[\w.-]+)[^;]*; *(?:\(?sys_platform == .linux.\)? and )?extra == ['\"](?P<extra>[\w.-]+)['\"]"
 )
@@ -35,20 +36,20 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _check_gpu() -> None:
-    """Print the results, with ``--gpu`` as a block to paste into an issue; exit with 1 if something is wrong."""
+    """Check the fused step on a GPU, and print the results; exit with 1 if a check fails."""
     import torch
 
     from adabayes.bench import gpu
 
-    found = list(gpu.findings())
-    told = gpu.report(found)
-    print(f"Please paste this into an issue:\n\n```\n{told}\n```" if torch.cuda.is_available() else told)
-    if any(finding.well is False for finding in found):
+    results = list(gpu.findings())
+    report = gpu.report(results)
+    print(f"Please paste this into an issue:\n\n```\n{report}\n```" if torch.cuda.is_available() else report)
+    if any(result.well is False for result in results):
         sys.exit(1)
 
 
 def diagnosis() -> str:
-    """Describe the installation, a line for each part."""
+    """Describe the installation, one aspect per line."""
     import torch
 
     from adabayes import kernels
@@ -63,10 +64,10 @@ def diagnosis() -> str:
     if not missing:
         lines["instructions"] = kernels.instruction_set()
         lines["threads from"] = kernels.thread_source()
-    found = extras()
-    lines["extras"] = _wrapped([name for name, there in found.items() if there]) if found else "not known"
-    if others := [name for name, there in found.items() if not there]:
-        lines["not installed"] = _wrapped(others) + "\n" + _INDENT + "(pip install '.[NAME]' in the folder of AdaBayes)"
+    known = extras()
+    lines["extras"] = _wrapped([name for name, installed in known.items() if installed]) if known else "not known"
+    if others := [name for name, installed in known.items() if not installed]:
+        lines["not installed"] = f"{_wrapped(others)}\n{_INDENT}({install_command('NAME')})"
     return "\n".join(f"{name:<13} {value}" for name, value in lines.items())
 
 
@@ -75,10 +76,10 @@ def _wrapped(names: list[str]) -> str:
 
 
 def extras() -> dict[str, bool]:
-    """Return the extras that the package declares, and whether all packages that each needs are installed."""
+    """Return the extras that the package declares, and whether all packages of each extra are installed."""
     try:
         package = importlib.metadata.distribution("adabayes")
-    except importlib.metadata.PackageNotFoundError:  # it is imported from its source
+    except importlib.metadata.PackageNotFoundError:  # imported from its source
         return {}
     needs = [need for line in package.requires or () if (need := _NEED.fullmatch(line))]
     lacking = {need["extra"] for need in needs if not _is_installed(need["name"])}

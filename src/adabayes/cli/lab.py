@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adabayes._signals import handled, raise_stopped
+from adabayes._util.missing_extra import install_command
+from adabayes._util.signals import handled, raise_stopped
 from adabayes.cli.parsing import Parser, add_commands, names
 
 if TYPE_CHECKING:
@@ -48,10 +49,7 @@ def _run(parser: Parser, act: Callable[[argparse.Namespace], None], args: argpar
     try:
         commands = importlib.import_module("adabayes.lab.commands")
     except ImportError as error:
-        parser.exit(
-            1,
-            f"{error}\nThe lab needs more packages than the core: pip install '.[lab]' in the folder of AdaBayes\n",
-        )
+        parser.exit(1, f"{error}\nThe lab needs more packages than the core: {install_command('lab')}\n")
     try:
         with handled(raise_stopped):
             act(args)

@@ -1,7 +1,6 @@
-"""Standard output and standard error on which a command does not fail after its work is done.
+"""Standard output and standard error that do not make a command fail after its work is done.
 
-Characters that the encoding lacks are replaced. Once nobody reads a pipe any more, as after ``| head -1``, what is
-written to it is dropped.
+Characters that the encoding lacks are replaced. Output to a closed pipe, as after ``| head -1``, is discarded.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["forgiving"]
 
 @contextmanager
 def forgiving() -> Iterator[None]:
-    """Let standard output and standard error be forgiving."""
+    """Replace standard output and standard error by forgiving streams."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = mine = _forgiving(sys.stdout), _forgiving(sys.stderr)
     try:
@@ -33,11 +32,11 @@ def forgiving() -> Iterator[None]:
 
 
 class _Unwritable(OSError):
-    """Output that has nowhere to go, as on a full disk."""
+    """Raised if output cannot be written, as on a full disk."""
 
 
 class _File(io.FileIO):
-    """A file that, after the first error, leads nowhere; that nobody reads it is no error."""
+    """A file that discards output after a write error; a closed pipe is not an error."""
 
     def write(self, data: Any) -> int:
         try:
@@ -52,7 +51,7 @@ class _File(io.FileIO):
 
 
 def _forgiving(stream: TextIO) -> TextIO:
-    """Write to the same file; a stream without one, or none at all, stays as it is."""
+    """Return a forgiving stream to the same file; a stream without a file, or None, is returned as it is."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     try:

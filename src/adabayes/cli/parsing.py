@@ -1,4 +1,4 @@
-"""Parsers of arguments: help that fits the terminal, and a suggestion for a word that is misspelt."""
+"""Argument parsers whose help fits the terminal, and whose errors suggest the right spelling."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["Parser", "add_commands", "names"]
 
 
 class _Help(argparse.HelpFormatter):
-    """Fills the paragraphs of a description, and leaves those that begin with a space, which are examples, alone."""
+    """Wraps the paragraphs of a description, except examples, which begin with a space."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
-        parts = text.strip("\n").split("\n\n")
-        return "\n\n".join(part if part.startswith(" ") else fill(part, width, indent) for part in parts)
+        paragraphs = text.strip("\n").split("\n\n")
+        return "\n\n".join(p if p.startswith(" ") else fill(p, width, indent) for p in paragraphs)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of which commands are parsers of the same kind."""
+    """A parser whose subcommands share its class."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=_Help, **options)
@@ -34,14 +34,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_commands(parser: Parser) -> argparse._SubParsersAction[Parser]:
-    """Let a parser have commands; without one, it prints its help."""
+    """Add subcommands to a parser; without a subcommand, the parser prints its help."""
     parser.set_defaults(run=lambda args: parser.print_help())
     return parser.add_subparsers(title="commands", metavar="COMMAND")
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Split a list with commas."""
-    found = tuple(name.strip() for name in text.split(",") if name.strip())
-    if not found:
+    """Split a comma-separated list of names."""
+    given = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not given:
         raise argparse.ArgumentTypeError("there is no name in it; give some, A,B,..., or leave the option out")
-    return found
+    return given

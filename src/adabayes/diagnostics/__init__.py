@@ -10,7 +10,7 @@
 0.5
 """
 
-from adabayes._regimes import QUANTILES, Regime, Regimes
+from adabayes._util.regimes import QUANTILES, Regime, Regimes
 from adabayes.diagnostics.check import check
 from adabayes.diagnostics.correlations import Correlation, Correlations
 from adabayes.diagnostics.memory import MemoryPlan, matrix_memory_plan, memory_plan

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from adabayes.optim._two_rates import TwoRateOptimizer
+from adabayes.optim.extend import TwoRateOptimizer
 
 __all__ = ["named", "named_with_state"]
 

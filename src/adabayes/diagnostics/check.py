@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from adabayes.optim._two_rates import TwoRateOptimizer, unwrap
+from adabayes.optim.extend import TwoRateOptimizer, unwrap
 
 __all__ = ["check"]
 
@@ -24,22 +24,22 @@ def check(
     accumulate: int = 1,
     processes: int | None = None,
 ) -> list[str]:
-    """List what looks wrong in a training set-up, in a sentence or two each; an empty list means that all looks right.
+    """List the mistakes in a training set-up, each as one or two sentences; the list is empty if there are none.
 
     It checks whether the optimizer has the model's parameters, whether ``batch_size`` and ``reduction`` fit a real
     minibatch, and whether precision is lost. It computes the loss twice, without gradients and dropout, the second time
-    with every example twice: that distinguishes sums from means, unless the loss compares examples with one another.
-    The model, its buffers and the random generators are left as they were. With several processes, call it in each.
+    with every example twice: this distinguishes sums from means, unless the loss compares examples with one another.
+    It does not change the model, its buffers or the random generators. With several processes, call it in each.
 
     Args:
-        optimizer: an AdaBayes, AdaBayesFP or AdaBayesK.
+        optimizer: one with two learning rates, such as :class:`~adabayes.AdaBayesK`.
         model: the model that it trains.
         loss: takes ``batch`` and returns a tensor of one element, as in the training loop.
         batch: a minibatch as this process gets it: tensors, or dicts and lists of them, whose first dimension counts
             examples.
-        accumulate: number of minibatches whose gradients are added up for one step.
-        processes: number of processes that have their own minibatch. None: all of them. Give it if some share one,
-            as in tensor parallelism.
+        accumulate: number of minibatches whose gradients are accumulated for one step.
+        processes: number of processes with their own minibatch, by default all of them. Give it if some processes
+            share a minibatch, as in tensor parallelism.
 
     Examples:
         >>> from adabayes import AdaBayes
@@ -64,10 +64,10 @@ def check(
 def _foreign(groups: list[dict[str, Any]], model: nn.Module) -> Iterator[str]:
     """Find parameters that the model does not use, or that are not trained."""
     known = {p for group in groups for p in group["params"]}
-    strange = len(known - set(model.parameters()))
-    if strange:
+    foreign = len(known - set(model.parameters()))
+    if foreign:
         yield (
-            f"{strange} of {len(known)} parameters of the optimizer are not the model's. Was it made before they were "
+            f"{foreign} of {len(known)} parameters of the optimizer are not the model's. Was it made before they were "
             "replaced (fully_shard, a new head, a conversion)? Make the optimizer last."
         )
     missing = [name for name, p in model.named_parameters() if p.requires_grad and p not in known]
@@ -76,7 +76,7 @@ def _foreign(groups: list[dict[str, Any]], model: nn.Module) -> Iterator[str]:
 
 
 def _imprecise(optimizer: TwoRateOptimizer, model: nn.Module) -> Iterator[str]:
-    """Find where precision is lost."""
+    """Find parameters and state that lose precision."""
     names = {p: name for name, p in model.named_parameters()}
     converted, coarse = [], []
     for group in optimizer.param_groups:
@@ -112,13 +112,13 @@ def _miscounted(groups: list[dict[str, Any]], batch: Any, processes: int, accumu
     for given in sorted({group["batch_size"] for group in groups if group["batch_size"] is not None}):
         if not 0.5 < given / seen < 2:
             yield (
-                f"batch_size={given:g}, but a step sees {' x '.join(factors)}. Count the examples of a whole step, "
+                f"batch_size={given:g}, but a step sees {' x '.join(factors)}. Count all examples of a step, "
                 f"over all devices and accumulated minibatches: give batch_size={seen}."
             )
 
 
 def _misreduced(groups: list[dict[str, Any]], once: float, twice: float) -> Iterator[str]:
-    """Find a wrong ``reduction``, from the loss of a minibatch and of the same with every example twice."""
+    """Find a wrong ``reduction``, from the loss of a minibatch and its loss with every example twice."""
     if not math.isfinite(once):
         yield f"The loss of this minibatch is {once}."
     reductions = {group["reduction"] for group in groups}
@@ -130,7 +130,7 @@ def _misreduced(groups: list[dict[str, Any]], once: float, twice: float) -> Iter
 
 @torch.no_grad()
 def _losses(model: nn.Module, loss: Callable[..., Tensor], batch: Any) -> tuple[float, float]:
-    """Return the loss of a minibatch, and of the same with every example twice."""
+    """Return the loss of a minibatch, and its loss with every example twice."""
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     dropouts = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.training]
@@ -138,7 +138,7 @@ def _losses(model: nn.Module, loss: Callable[..., Tensor], batch: Any) -> tuple[
         for module in dropouts:
             module.training = False
         with torch.random.fork_rng({p.device for p in model.parameters() if p.is_cuda}):
-            return _number(loss(*batch)), _number(loss(*_doubled(batch)))
+            return _as_float(loss(*batch)), _as_float(loss(*_doubled(batch)))
     finally:
         for module in dropouts:
             module.training = True
@@ -148,7 +148,7 @@ def _losses(model: nn.Module, loss: Callable[..., Tensor], batch: Any) -> tuple[
             buffer.copy_(value)
 
 
-def _number(loss: Any) -> float:
+def _as_float(loss: Any) -> float:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(
@@ -161,19 +161,19 @@ def _leaves(batch: Any) -> Iterator[Any]:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, list | tuple):
-        for part in batch:
-            yield from _leaves(part)
+        for entry in batch:
+            yield from _leaves(entry)
     else:
         yield batch
 
 
 def _doubled(batch: Any) -> Any:
-    """Return each example twice; mappings, also those of Hugging Face's tokenizers, become dicts."""
+    """Repeat each example; mappings, including those of Hugging Face's tokenizers, become dicts."""
     if isinstance(batch, Mapping):
         return {key: _doubled(value) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        parts = [_doubled(part) for part in batch]
-        return parts if isinstance(batch, list) else tuple(parts)
+        entries = [_doubled(entry) for entry in batch]
+        return entries if isinstance(batch, list) else tuple(entries)
     return torch.cat([batch, batch]) if isinstance(batch, Tensor) and batch.dim() > 0 else batch
 
 

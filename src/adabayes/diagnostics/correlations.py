@@ -1,4 +1,4 @@
-"""Measures how correlated the gradients of each matrix are, which is what AdaBayes-K uses."""
+"""Measures how correlated the gradients of each matrix are, which AdaBayes-K uses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from adabayes._table import aligned, html, shortened
+from adabayes._blocks.blocks import cut, to_blocks
+from adabayes._util.checks import check_range
+from adabayes._util.missing_extra import missing_extra
+from adabayes._util.table import aligned, html, shortened
+from adabayes._util.tensors import real_view
 from adabayes.diagnostics._names import named
-from adabayes.eigenbasis import cut, factor, to_blocks
-from adabayes.optim._checks import check_range
-from adabayes.optim._tensors import real_view
+from adabayes.eigenbasis import factor
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -25,22 +27,22 @@ if TYPE_CHECKING:
 __all__ = ["Correlation", "Correlations"]
 
 _SIDES = ("left", "right")
-_ENOUGH = 20  # gradients, before a verdict
+_ENOUGH = 20  # number of gradients before a verdict
 
 
 @dataclass(frozen=True)
 class Correlation:
-    """The share of the gradients' covariance that lies off the diagonal, for one matrix."""
+    """The fraction of the gradients' covariance that lies off the diagonal, for one matrix."""
 
     name: str
     shape: tuple[int, ...]
-    shares: dict[str, float | None]  # by side, "left" and "right"; None for a side larger than max_size
-    total: float | None  # of both sides together; None if both are larger than max_size
-    steps: int  # gradients seen
+    shares: dict[str, float | None]  # the fraction of each side, "left" and "right"; None if larger than max_size
+    total: float | None  # the fraction of both sides together; None if both are larger than max_size
+    steps: int  # number of gradients seen
 
     @property
     def weights(self) -> int:
-        """Number of weights of the matrix."""
+        """The number of weights of the matrix."""
         return math.prod(self.shape)
 
 
@@ -52,29 +54,28 @@ class Correlations:
 
     For a matrix with gradients :math:`G` (m x n), it follows the factors that AdaBayes-K would have,
     :math:`A = \langle G G^T \rangle` of the left side, a layer's outputs, and :math:`C = \langle G^T G \rangle` of the
-    right one, its inputs. The share of a side is
+    right side, its inputs. The fraction of a side that lies off the diagonal is
 
-    .. math:: \text{share}(A) = 1 - \frac{\sum_i A_{ii}^2}{\sum_{ij} A_{ij}^2}
+    .. math:: f(A) = 1 - \frac{\sum_i A_{ii}^2}{\sum_{ij} A_{ij}^2}
 
-    and that of the matrix the same of :math:`A \otimes C`, :math:`1 - (1 - \text{share}(A)) (1 - \text{share}(C))`. It
-    is 0 where coordinates are uncorrelated: there AdaBayes-K is AdaBayes-FP. It is near 1 where a few directions, none
-    of them a coordinate, have most of the gradient. It shows what there is to use, not how much faster training will
-    be.
+    and the fraction of the matrix is that of :math:`A \otimes C`, :math:`1 - (1 - f(A)) (1 - f(C))`. It is 0 if
+    coordinates are uncorrelated: then AdaBayes-K is AdaBayes-FP. It is near 1 if a few directions, none of them a
+    coordinate, have most of the gradient. It shows how much AdaBayes-K can use, not how much faster training will be.
 
-    Few gradients seem correlated even if their entries are independent. So both sums are those over pairs of
-    *different* steps, :math:`\sum_{s \ne t} \sum_{ij} (G_s G_s^T)_{ij} (G_t G_t^T)_{ij}`, which have no such bias if
-    each step has its own minibatch. Noise may leave a share below 0, which is shown as 0.
+    A few gradients seem correlated even if their entries are independent. So both sums run over pairs of *different*
+    steps, :math:`\sum_{s \ne t} \sum_{ij} (G_s G_s^T)_{ij} (G_t G_t^T)_{ij}`, which removes this bias if each step has
+    its own minibatch. Noise may make a fraction negative; it is then shown as 0.
 
-    A matrix that AdaBayes-K would cut into blocks is cut here too, and sums go over its blocks: correlations between
+    A matrix that AdaBayes-K would cut into blocks is cut here too, and sums run over its blocks: correlations between
     two blocks are ignored.
 
-    A step costs the products :math:`G G^T` and :math:`G^T G` of each block, and memory for m² + n² numbers. Call
+    A step computes the products :math:`G G^T` and :math:`G^T G` of each block, and stores m² + n² values. Call
     :meth:`see` every few steps if that is too much. Gradients that are not finite are skipped.
 
     Args:
         source: a model, or any optimizer of torch.
         block_size: as in AdaBayes-K.
-        max_size: as in AdaBayes-K; a larger side, which it would not rotate, is ignored.
+        max_size: as in AdaBayes-K; a larger side is ignored, because AdaBayes-K would not rotate it.
         beta2: decay of the averages, as in AdaBayes-K.
 
     Examples:
@@ -114,13 +115,13 @@ class Correlations:
 
     @torch.no_grad()
     def see(self) -> None:
-        """Add the present gradients to the averages."""
+        """Add the current gradients to the averages."""
         for name, p in self._params():
             if p.grad is None:
                 continue
             if hasattr(p.grad, "to_local"):
                 raise NotImplementedError(
-                    f"{name} is sharded, a {type(p).__name__}, and its factors need whole gradients. Look at a smaller "
+                    f"{name} is sharded, a {type(p).__name__}, and its factors need full gradients. Look at a smaller "
                     "model of the same kind on one device, or at this one under DDP."
                 )
             if p.grad.layout != torch.strided:
@@ -140,26 +141,26 @@ class Correlations:
 
     def layers(self) -> list[Correlation]:
         """Return the correlations of each matrix that has had two gradients or more."""
-        return [matrix.found(name) for name, matrix in self._matrices.items() if matrix.steps > 1]
+        return [matrix.correlation(name) for name, matrix in self._matrices.items() if matrix.steps > 1]
 
     @property
     def total(self) -> float | None:
-        """Share of all matrices, weighted by their number of weights; None if there is none to look at."""
+        """The fraction of all matrices, weighted by their number of weights; None if no matrix has one."""
         known = [(layer.weights, layer.total) for layer in self.layers() if layer.total is not None]
-        return sum(weights * share for weights, share in known) / sum(n for n, _ in known) if known else None
+        return sum(weights * fraction for weights, fraction in known) / sum(n for n, _ in known) if known else None
 
     @property
     def verdict(self) -> str:
-        """Whether AdaBayes-K is worth a try, in a sentence or two."""
+        """One or two sentences on whether AdaBayes-K is worth a try."""
         total, steps = self.total, max((layer.steps for layer in self.layers()), default=0)
         if steps < _ENOUGH:
             return f"Seen {steps} gradients. It takes {_ENOUGH} to tell."
         if total is None:
             return "All sides are larger than max_size: AdaBayes-K would be AdaBayes-FP here."
-        told = f"{_percent(total)} of the covariance is off the diagonal, over {steps} gradients."
+        summary = f"{_percent(total)} of the covariance is off the diagonal, over {steps} gradients."
         if total < 0.1:
-            return f"{told} AdaBayes-K would be much like AdaBayes-FP here, and slower."
-        return f"{told} AdaBayes-K has {'something' if total < 0.5 else 'much'} to use here: try it."
+            return f"{summary} AdaBayes-K would be much like AdaBayes-FP here, and slower."
+        return f"{summary} AdaBayes-K has {'something' if total < 0.5 else 'much'} to use here: try it."
 
     def table(self) -> str:
         """Return a table of all layers, and the verdict."""
@@ -180,30 +181,30 @@ class Correlations:
         return rows
 
     def _notes(self) -> list[str]:
-        large = any(share is None for layer in self.layers() for share in layer.shares.values())
+        large = any(fraction is None for layer in self.layers() for fraction in layer.shares.values())
         return [*([f"-: a side larger than {self._max_size}, not looked at."] if large else []), self.verdict]
 
     def plot(self, path: str | PathLike[str] | None = None, ax: Axes | None = None) -> Axes:
-        """Draw the shares of all layers and save the figure to ``path`` if given."""
+        """Draw the fractions of all layers and save the figure to ``path`` if given."""
         try:
             import matplotlib.pyplot as plt
             from matplotlib.ticker import PercentFormatter
         except ImportError as error:
-            raise ImportError("plotting needs matplotlib: pip install '.[plot]' in the folder of AdaBayes") from error
+            raise missing_extra("plotting needs matplotlib", "plot") from error
         layers = [layer for layer in self.layers() if layer.total is not None]
         if not layers:
             raise RuntimeError("nothing to draw: call see() with the gradients of two steps or more first")
         if ax is None:
             _, ax = plt.subplots(figsize=(6.5, 1.3 + 0.2 * len(layers)), layout="constrained")
-        places = range(len(layers))
-        ax.barh(places, [layer.total or 0.0 for layer in layers], height=0.6, color="0.88", label="total")
+        rows = range(len(layers))
+        ax.barh(rows, [layer.total or 0.0 for layer in layers], height=0.6, color="0.88", label="total")
         for side, colour in zip(_SIDES, ("tab:orange", "tab:blue")):
-            shares = [(layer.shares.get(side), place) for place, layer in enumerate(layers)]
-            if dots := [(share, place) for share, place in shares if share is not None]:
+            fractions = [(layer.shares[side], row) for row, layer in enumerate(layers)]
+            if dots := [(fraction, row) for fraction, row in fractions if fraction is not None]:
                 ax.plot(*zip(*dots), "o", color=colour, markersize=4, label=side, clip_on=False)
-        ax.set(xlim=(0, 1), ylim=(len(layers) - 0.5, -0.5), xlabel="share of the covariance off the diagonal")
+        ax.set(xlim=(0, 1), ylim=(len(layers) - 0.5, -0.5), xlabel="fraction of the covariance off the diagonal")
         ax.xaxis.set_major_formatter(PercentFormatter(1))
-        ax.set_yticks(places, [shortened(layer.name, 28) for layer in layers], fontsize="small")
+        ax.set_yticks(rows, [shortened(layer.name, 28) for layer in layers], fontsize="small")
         ax.tick_params(axis="y", length=0)
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
@@ -226,25 +227,25 @@ class _Matrix:
         x = to_blocks(grad.to(self._wide), self._blocks) if self._blocks else grad
         seen = {side: factor(x, side) for side in self._factors}
         sizes = {side: _squares(covariance) for side, covariance in seen.items()}
-        if all(math.isfinite(whole) for _, whole in sizes.values()):
+        if all(math.isfinite(total) for _, total in sizes.values()):
             for side, covariance in seen.items():
                 self._factors[side].see(covariance, sizes[side], weight)
             self.steps += 1
 
-    def found(self, name: str) -> Correlation:
-        shares = {label: self._share(side) for side, label in enumerate(_SIDES)}
-        known = [share for share in shares.values() if share is not None]
-        total = 1 - math.prod(1 - share for share in known) if known else None
-        return Correlation(name, self._shape, shares, total, self.steps)
+    def correlation(self, name: str) -> Correlation:
+        fractions = {label: self._fraction(side) for side, label in enumerate(_SIDES)}
+        known = [fraction for fraction in fractions.values() if fraction is not None]
+        total = 1 - math.prod(1 - fraction for fraction in known) if known else None
+        return Correlation(name, self._shape, fractions, total, self.steps)
 
-    def _share(self, side: int) -> float | None:
+    def _fraction(self, side: int) -> float | None:
         if (self._shape[0], math.prod(self._shape[1:]))[side] == 1:
             return 0.0  # there is nothing off the diagonal
-        return self._factors[side].share() if side in self._factors else None
+        return self._factors[side].fraction() if side in self._factors else None
 
 
 class _Factor:
-    """An averaged covariance, and the part of its squares that comes from pairs of a step with itself."""
+    """An averaged covariance, and the part of its sums of squares that comes from pairs of a step with itself."""
 
     def __init__(self) -> None:
         self._average: Tensor | None = None
@@ -253,25 +254,26 @@ class _Factor:
     def see(self, covariance: Tensor, squares: tuple[float, float], weight: float) -> None:
         average = torch.zeros_like(covariance) if self._average is None else self._average
         self._average = average.lerp_(covariance, weight)
-        diagonal, whole = ((1 - weight) ** 2 * own + weight**2 * new for own, new in zip(self._own, squares))
-        self._own = diagonal, whole
+        diagonal, total = ((1 - weight) ** 2 * own + weight**2 * new for own, new in zip(self._own, squares))
+        self._own = diagonal, total
 
-    def share(self) -> float:
+    def fraction(self) -> float:
+        """Return the fraction of the squares that lies off the diagonal, from pairs of different steps."""
         assert self._average is not None
-        diagonal, whole = (both - own for both, own in zip(_squares(self._average), self._own))
-        return max(0.0, 1 - diagonal / whole) if whole > 0 else 0.0
+        diagonal, total = (both - own for both, own in zip(_squares(self._average), self._own))
+        return max(0.0, 1 - diagonal / total) if total > 0 else 0.0
 
 
-def _percent(share: float | None) -> str:
-    if share is None:
+def _percent(fraction: float | None) -> str:
+    if fraction is None:
         return "-"
-    return ">99%" if 0.995 <= share < 1 else f"{share:.0%}"
+    return ">99%" if 0.995 <= fraction < 1 else f"{fraction:.0%}"
 
 
 def _squares(covariance: Tensor) -> tuple[float, float]:
-    """Return the sums of squares of the diagonal and of the whole."""
-    diagonal, whole = (
+    """Return the sums of squares of the diagonal and of all entries."""
+    diagonal, total = (
         torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
         for x in (covariance.diagonal(dim1=-2, dim2=-1), covariance)
     )
-    return diagonal, whole
+    return diagonal, total

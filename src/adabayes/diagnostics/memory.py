@@ -1,4 +1,4 @@
-"""Plans the memory of training, and what a step of an optimizer moves, sends and computes."""
+"""Plans the memory of training, and the traffic and the operations of an optimizer's step."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adabayes._table import html
-from adabayes.eigenbasis import Blocks, cut
-from adabayes.optim._checks import check_whole
-from adabayes.optim._sharded import first_owners, owned, work_of
+from adabayes._blocks.blocks import Blocks, cut
+from adabayes._blocks.ownership import first_owners, owned_range
+from adabayes._util.checks import check_integer
+from adabayes._util.distributed import num_rank_orders
+from adabayes._util.table import html
 
 __all__ = ["MemoryPlan", "matrix_memory_plan", "memory_plan"]
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on each device, and what a step of the optimizer does there.
+    """The memory of each device, and the traffic and the operations of an optimizer's step.
 
     Attributes:
         parameters: bytes of the weights.
         gradients: bytes of the gradients.
         state: bytes of the optimizer's state.
         moved: bytes that a step reads and writes.
-        sent: bytes that a step sends to other devices, beside what FSDP2 sends.
-        rotations: operations of a step, for rotations and factors.
-        refreshes: operations of refreshes, as an average over steps, but for those of the beginning.
+        sent: bytes that a step sends to other devices, in addition to FSDP2's own traffic.
+        rotations: operations of a step for rotations and factors.
+        refreshes: operations of a step for refreshes of bases, on average; at first there are more.
     """
 
     parameters: float
@@ -41,16 +42,16 @@ class MemoryPlan:
 
     @property
     def total(self) -> float:
-        """Bytes that stay on a device; activations and gathered layers are not included."""
+        """The bytes that stay on a device, without activations and gathered layers."""
         return self.parameters + self.gradients + self.state
 
     def seconds(self, bandwidth: float) -> float:
-        """Return the time of a step on large tensors, which memory limits; ``bandwidth`` is in bytes per second."""
+        """Return the seconds of a step on large tensors, which the memory's ``bandwidth`` (bytes per second) limits."""
         return self.moved / bandwidth
 
     def _repr_html_(self) -> str:
-        parts = ("parameters", "gradients", "state", "total", "moved")
-        rows = [("", "GB per device"), *((part, f"{getattr(self, part) / 1e9:.3g}") for part in parts)]
+        names = ("parameters", "gradients", "state", "total", "moved")
+        rows = [("", "GB per device"), *((name, f"{getattr(self, name) / 1e9:.3g}") for name in names)]
         return html(rows, ["total: what stays on the device. moved: what a step reads and writes."])
 
 
@@ -66,7 +67,7 @@ def memory_plan(
 
     Args:
         weights: number of weights of the network, such as ``7e9``.
-        devices: number of devices that share them.
+        devices: number of devices over which they are sharded.
         param_dtype: dtype of the weights.
         grad_dtype: dtype of the gradients that the optimizer gets. None: that of the weights.
         state_dtype: as given to the optimizer. None: fp32, or float64 for such weights.
@@ -80,9 +81,9 @@ def memory_plan(
         raise ValueError(f"weights {weights} must be above 0 and devices {devices} at least 1")
     wide = torch.promote_types(param_dtype, torch.float32)
     p, g, s = (dtype.itemsize for dtype in (param_dtype, grad_dtype or param_dtype, state_dtype or wide))
-    here = weights / devices
+    per_device = weights / devices
     # A step reads weights, gradients and two arrays of state, and writes all but the gradients.
-    return MemoryPlan(p * here, g * here, 2 * s * here, (2 * p + g + 4 * s) * here)
+    return MemoryPlan(p * per_device, g * per_device, 2 * s * per_device, (2 * p + g + 4 * s) * per_device)
 
 
 def matrix_memory_plan(
@@ -97,18 +98,18 @@ def matrix_memory_plan(
     grad_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
 ) -> MemoryPlan:
-    """Plan what AdaBayes-K needs for a network, whole (as under DDP) or sharded over devices by FSDP2.
+    """Plan the memory that AdaBayes-K needs for a network, unsharded (as under DDP) or sharded by FSDP2.
 
-    Beside the two averages, each side of a block has a factor and a basis: 2 n² numbers, in fp32 or more. They are
-    counted among the bytes that a step moves; intermediate results and the refresh of bases are not. A step
-    may be limited by matrix products instead: ``seconds`` is a lower bound. Each figure is that of the device
-    that has most of it.
+    In addition to the two averages, each side of a block has a factor and a basis: 2 n² values, in fp32 or float64.
+    They count among the bytes that a step moves; intermediate results and refreshes of bases do not. A step may be
+    limited by matrix products instead of memory, so ``seconds`` is a lower bound. Each figure is the largest of all
+    devices.
 
     Args:
         shapes: shapes of the parameters, ``[p.shape for p in model.parameters()]``.
         block_size: as given to the optimizer.
         max_size: as given to the optimizer.
-        devices: how many share all of it, by FSDP2's default: each has some rows of each parameter.
+        devices: number of devices. By FSDP2's default, each has some rows of each parameter.
         learn_every: as given to the optimizer.
         refresh: as given to the optimizer.
         param_dtype: dtype of the weights.
@@ -123,33 +124,34 @@ def matrix_memory_plan(
         170 MB of state, 0 MB sent
         22 MB of state, 2 MB sent
     """
-    block_size, max_size = check_whole("block_size", block_size), check_whole("max_size", max_size)
-    learn_every, refresh = check_whole("learn_every", learn_every), check_whole("refresh", refresh)
-    devices = check_whole("devices", devices)
+    block_size, max_size = check_integer("block_size", block_size), check_integer("max_size", max_size)
+    learn_every, refresh = check_integer("learn_every", learn_every), check_integer("refresh", refresh)
+    devices = check_integer("devices", devices)
     shapes = [tuple(shape) for shape in shapes]
     weights, averages, squares, rotations, refreshes, sent = torch.zeros(6, devices, dtype=torch.float64)
     for shape in shapes:
         rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-        weights += _dealt(rows, devices) * rest
+        weights += _rows_per_device(rows, devices) * rest
     cuts = [(shape, cut(shape, block_size, max_size)) for shape in shapes]
     matrices = [(shape, blocks) for shape, blocks in cuts if blocks is not None]
     for shape, blocks in cuts:
         if blocks is None:
-            averages += _dealt(shape[0], devices) * math.prod(shape[1:]) if shape else 1
-    numbers = [blocks.number for _, blocks in matrices]
-    firsts = first_owners([work_of(blocks) for _, blocks in matrices], numbers, [0] * devices)
+            averages += _rows_per_device(shape[0], devices) * math.prod(shape[1:]) if shape else 1
+    costs = [blocks.rotation_cost for _, blocks in matrices]
+    counts = [blocks.num_blocks for _, blocks in matrices]
+    firsts = first_owners(costs, counts, [0] * devices, num_rank_orders())
     for (shape, blocks), first in zip(matrices, firsts):
-        runs = [owned(blocks.number, devices, first, place) for place in range(devices)]
-        here = torch.tensor([end - begin for begin, end in runs], dtype=torch.float64)
-        sizes = [blocks.size(side) for side in blocks.sides]
+        ranges = [owned_range(blocks.num_blocks, devices, first, rank) for rank in range(devices)]
+        owned = torch.tensor([end - begin for begin, end in ranges], dtype=torch.float64)
+        sizes = blocks.sizes
         size = blocks.m * blocks.n
-        averages += here * size
-        squares += here * sum(side**2 for side in sizes)
-        # A product of a block with a basis, there and back, and now and then one with itself for the factor.
-        rotations += here * (4 + 2 / learn_every) * work_of(blocks)
+        averages += owned * size
+        squares += owned * sum(side**2 for side in sizes)
+        # Products of a block with both bases, there and back, and every learn_every steps one with itself.
+        rotations += owned * (4 + 2 / learn_every) * blocks.rotation_cost
         # A product with the factor and a QR decomposition, 4/3 n³ for its triangle and as much for its basis; then the
-        # average goes from the old bases to the new ones.
-        refreshes += here * (sum((2 + 8 / 3) * side**3 for side in sizes) + 4 * work_of(blocks)) / refresh
+        # average is rotated from the old bases to the new ones.
+        refreshes += owned * (sum((2 + 8 / 3) * side**3 for side in sizes) + 4 * blocks.rotation_cost) / refresh
         sent += _sent(shape, blocks, first, devices)
     wide = torch.promote_types(param_dtype, torch.float32)
     p, g, s = (dtype.itemsize for dtype in (param_dtype, grad_dtype or param_dtype, state_dtype or wide))
@@ -160,22 +162,25 @@ def matrix_memory_plan(
     return MemoryPlan(*(column.max().item() for column in columns))
 
 
-def _dealt(rows: int, devices: int) -> Tensor:
-    """Return how many rows each device has."""
+def _rows_per_device(rows: int, devices: int) -> Tensor:
+    """Return the number of rows that each device has."""
     each = -(-rows // devices)
     return (rows - each * torch.arange(devices, dtype=torch.float64)).clamp(0, each)
 
 
 def _sent(shape: Sequence[int], blocks: Blocks, first: int, devices: int) -> Tensor:
-    """Return how many numbers of a gradient and of its step each device sends: those whose block another one owns."""
+    """Return the number of elements that each device sends to others.
+
+    The device that holds an element of a gradient sends it to the owner of its block, which sends the step back.
+    """
     (_, columns, m, n, _), rows = blocks, shape[0]
-    each, run = -(-rows // devices), -(-blocks.number // devices)
+    each, per_owner = -(-rows // devices), -(-blocks.num_blocks // devices)
     cuts = torch.tensor(sorted({*range(0, rows, m), *range(0, rows, each), rows}))
     begin = cuts[:-1, None]
     holder, block = begin // each, (begin // m) * columns + torch.arange(columns)
-    owner = (first + block // run) % devices
-    numbers = (cuts[1:, None] - begin) * n * (owner != holder)
+    owner = (first + block // per_owner) % devices
+    elements = (cuts[1:, None] - begin) * n * (owner != holder)
     sent = torch.zeros(devices, dtype=torch.float64)
-    for place in (holder.expand_as(owner), owner):
-        sent.index_add_(0, place.flatten(), numbers.flatten().double())
+    for sender in (holder.expand_as(owner), owner):
+        sent.index_add_(0, sender.flatten(), elements.flatten().double())
     return sent

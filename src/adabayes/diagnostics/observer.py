@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from adabayes._util.missing_extra import missing_extra
+from adabayes._util.tensors import local, real_view
 from adabayes.diagnostics._names import named_with_state
 from adabayes.filtering import drift, fixed_point
-from adabayes.optim._tensors import local, real_view
-from adabayes.optim._two_rates import unwrap
+from adabayes.optim.extend import unwrap
 from adabayes.rates import batch_size_of, memory_of
 
 if TYPE_CHECKING:
@@ -30,23 +31,23 @@ class Points:
     """Sampled weights of one tensor in the paper's learning-rate figure."""
 
     name: str
-    adam_lr: Tensor  # x: lr / sqrt(<g^2>), what Adam would give each weight
-    effective_lr: Tensor  # y: the learning rate that it gets
+    adam_lr: Tensor  # x: lr / sqrt(<g^2>), the learning rate that Adam would give each weight
+    effective_lr: Tensor  # y: the learning rate that each weight gets
     lr: float
     lr_sgd: float
 
 
 class Observer:
-    r"""Follows the gradients of a sample of weights, so that the paper's learning-rate figure can be drawn.
+    r"""Follows the gradients of a sample of weights, for the paper's learning-rate figure.
 
-    It keeps :math:`\langle g^2 \rangle` of a few weights of each tensor, after each step of the optimizer, and touches
-    nothing else: neither gradients nor state nor the global random generator.
+    After each step of the optimizer, it updates :math:`\langle g^2 \rangle` of a few weights of each tensor. It changes
+    neither gradients nor state nor the global random generator.
 
     Args:
-        optimizer: an AdaBayes, AdaBayesFP or AdaBayesK. For AdaBayesK, the points are eigendirections, from its own
-            averages.
+        optimizer: one with two learning rates, such as :class:`~adabayes.AdaBayesK`, for which the points are
+            eigendirections, from its own averages.
         per_tensor: number of weights to follow in each parameter tensor.
-        beta2: decay of the mean square. None: that of the optimizer; for AdaBayes, from the memory of its filter.
+        beta2: decay of the mean square. The default is that of the optimizer, or follows from the filter of AdaBayes.
         seed: seed for the choice of weights.
         model: gives the parameters' names. Not needed if the optimizer was created with ``named_parameters()``.
 
@@ -84,7 +85,7 @@ class Observer:
         self._hook = self._optimizer.register_step_post_hook(self._observe)
 
     def close(self) -> None:
-        """Stop following; the sample stays as it is."""
+        """Stop following the gradients; the sample does not change any more."""
         self._hook.remove()
 
     def __enter__(self) -> Self:
@@ -95,7 +96,7 @@ class Observer:
 
     @torch.no_grad()
     def _observe(self, *_: object) -> None:
-        if self._optimizer.ROTATES:  # directions have learning rates, not weights, and the optimizer itself knows them
+        if self._optimizer.ROTATES:  # learning rates belong to directions, and the optimizer keeps their averages
             return
         for group in self._optimizer.param_groups:
             factor = self._optimizer.mean_factor(group)
@@ -125,24 +126,24 @@ class Observer:
             yield from group["params"]
 
     def points(self) -> list[Points]:
-        """Return the sample as it is now, one entry per tensor."""
-        found = []
+        """Return the current sample, one entry per tensor."""
+        points = []
         for name, p, group in named_with_state(self._optimizer, self._model):
             lr, lr_sgd = self._optimizer.current_rates(group)
             if self._optimizer.ROTATES:
-                found.append(self._directions(name, p, lr, lr_sgd))
+                points.append(self._directions(name, p, lr, lr_sgd))
             elif p in self._tracked:
                 tracked = self._tracked[p]
                 adam_lr = lr / tracked.mean_square().sqrt()
                 gain = tracked.take(local(self._optimizer.relative_gain(p)))
-                found.append(Points(name, adam_lr, gain.double() * lr_sgd, lr, lr_sgd))
-        return found
+                points.append(Points(name, adam_lr, gain.double() * lr_sgd, lr, lr_sgd))
+        return points
 
     def _directions(self, name: str, p: Tensor, lr: float, lr_sgd: float) -> Points:
-        """Return points of an optimizer that has a learning rate for each direction, from its own averages."""
+        """Return the points of an optimizer with a learning rate for each direction, from its own averages."""
         gain, square = self._optimizer.relative_gain(p).flatten(), self._optimizer.mean_square(p)
         assert square is not None
-        # At random: every k-th entry might be in one column, of one eigenvalue.
+        # Entries at regular intervals might all be in one column, which has one eigenvalue.
         sample = torch.randperm(gain.numel(), generator=torch.Generator().manual_seed(self._seed))[: self._per_tensor]
         sample = sample.sort().values.to(gain.device)
         adam_lr = lr / square.flatten()[sample].double().sqrt()
@@ -153,7 +154,7 @@ class Observer:
         try:
             import matplotlib.pyplot as plt
         except ImportError as error:
-            raise ImportError("plotting needs matplotlib: pip install '.[plot]' in the folder of AdaBayes") from error
+            raise missing_extra("plotting needs matplotlib", "plot") from error
         points = [p for p in self.points() if p.lr > 0]
         if not points:
             raise RuntimeError("nothing to draw: take steps with gradients, at a learning rate above 0, first")
@@ -173,7 +174,7 @@ def draw_rates(points: Sequence[Points], ax: Axes) -> None:
         (dots,) = ax.plot(p.adam_lr, p.effective_lr, ".", color="0.25", alpha=0.35, markersize=4, markeredgewidth=0)
         dots.set(zorder=3, rasterized=True)
     rates = {(p.lr, p.lr_sgd) for p in points}
-    # Weights with almost no gradient are far to the right and all alike: three decades are enough to show them.
+    # Weights with almost no gradient are far to the right, at the same height: three decades are enough for them.
     slowest = min((lr for p in points for lr in p.adam_lr.tolist() if lr > 0), default=math.inf)
     left = min(slowest, *(p.lr_sgd / 30 for p in points)) / 2
     right = 1000 * max(p.lr_sgd for p in points)
@@ -219,7 +220,7 @@ class _Tracked:
         return {"where": self._where, "beta2": self._beta2, "average": self._average, "steps": self._steps}
 
     def take(self, values: Tensor) -> Tensor:
-        """Return the sampled entries, without a copy of the rest, whatever its strides."""
+        """Return the sampled entries without copying the others, whatever the strides."""
         return values[self._where].reshape(-1)
 
     def see(self, grad: Tensor, factor: float) -> None:
@@ -234,7 +235,7 @@ class _Tracked:
 
 
 def _memory(group: dict[str, Any]) -> float:
-    """Return the share of past squared gradients that the optimizer remembers from one step to the next."""
+    """Return the decay of an average that remembers squared gradients for as long as the optimizer does."""
     if "dynamics" not in group:
         return float(group["betas"][1])
     if steps := memory_of(group["batch_size"], group["dynamics"]):

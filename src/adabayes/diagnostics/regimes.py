@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from adabayes._regimes import GOLDEN, QUANTILES, Regime, Regimes
+from adabayes._util.regimes import GOLDEN, QUANTILES, Regime, Regimes
+from adabayes._util.tensors import local
 from adabayes.diagnostics._names import named_with_state
-from adabayes.optim._tensors import local
-from adabayes.optim._two_rates import unwrap
+from adabayes.optim.extend import unwrap
 
 __all__ = ["regimes"]
 
-_SAMPLE = 100_000  # weights per tensor that quantiles are taken over; shares count all weights
+_SAMPLE = 100_000  # number of weights per tensor from which quantiles are computed; fractions count all weights
 
 
 def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> Regimes:
-    """Return the regimes of an :class:`~adabayes.AdaBayes` or :class:`~adabayes.AdaBayesFP` that has taken a step.
+    """Return the regimes of an optimizer with two learning rates that has taken a step.
 
-    For an :class:`~adabayes.AdaBayesK`, they are those of eigendirections: a matrix has as many of them as weights.
+    For :class:`~adabayes.AdaBayesK`, they are those of eigendirections: a matrix has as many of them as weights.
 
     Args:
         optimizer: parameters without state (no gradient yet) are left out.
@@ -26,7 +26,7 @@ def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) ->
     """
     optimizer = unwrap(optimizer)
     rows: list[Regime] = []
-    samples: list[tuple[Tensor, float]] = []  # effective learning rates, and how many weights each stands for
+    samples: list[tuple[Tensor, float]] = []  # effective learning rates, and the number of weights that each represents
     for name, p, group in named_with_state(optimizer, model):
         gain = local(optimizer.relative_gain(p)).flatten()
         count = gain.numel()
@@ -44,7 +44,7 @@ def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) ->
 
 
 def _quantiles(samples: list[tuple[Tensor, float]]) -> tuple[float, ...]:
-    """Return the quantiles of samples whose members stand for different numbers of weights."""
+    """Return the quantiles of samples whose entries represent different numbers of weights."""
     values, order = torch.cat([sample for sample, _ in samples]).sort()
     weights = torch.cat([torch.full_like(sample, weight) for sample, weight in samples])[order].cumsum(0)
     targets = torch.tensor(QUANTILES, dtype=weights.dtype, device=weights.device) * weights[-1]

@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 
+from adabayes._util.missing_extra import missing_extra
+
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
-    raise ImportError("this module needs transformers: pip install '.[hf]' in the folder of AdaBayes") from error
+    raise missing_extra("this module needs transformers", "hf") from error
 
 from adabayes.integrations._scalars import scalars_of
 from adabayes.optim import AdaBayesK
-from adabayes.optim._two_rates import unwrap
+from adabayes.optim.extend import unwrap
 
 __all__ = ["RegimesCallback", "global_batch_size", "optimizer_cls_and_kwargs"]
 
@@ -21,16 +23,16 @@ __all__ = ["RegimesCallback", "global_batch_size", "optimizer_cls_and_kwargs"]
 def optimizer_cls_and_kwargs(
     args: TrainingArguments, cls: type[torch.optim.Optimizer] = AdaBayesK, **options: Any
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return what the Trainer's argument of the same name takes, with the settings of ``args``.
+    """Return the value of the Trainer's argument of the same name, with the settings of ``args``.
 
     ``lr`` is ``learning_rate``. For the paper's form of AdaBayes, give ``batch_size`` as well: see
-    :func:`global_batch_size`. The Trainer itself makes a group that decays, by ``weight_decay``, and one of biases and
-    norms that does not. The betas of ``args`` are not used, because their defaults are AdamW's.
+    :func:`global_batch_size`. The Trainer itself makes two parameter groups, one with ``weight_decay``, and one without
+    for biases and norms. The betas of ``args`` are not used, because their defaults are AdamW's.
 
     Args:
-        args: the arguments that the Trainer gets.
+        args: the arguments of the Trainer.
         cls: the optimizer.
-        options: further arguments of the optimizer. They override what ``args`` says.
+        options: further arguments of the optimizer. They override those from ``args``.
 
     Examples:
         >>> args = TrainingArguments("out", learning_rate=1e-3, use_cpu=True)
@@ -41,7 +43,7 @@ def optimizer_cls_and_kwargs(
 
 
 def global_batch_size(args: TrainingArguments) -> int:
-    """Return the number of examples in a step: per device, times devices, times accumulated minibatches.
+    """Return the number of examples in a step: examples per device, times devices, times accumulated minibatches.
 
     Processes that share a minibatch, as in tensor parallelism, count once.
     """
@@ -51,11 +53,11 @@ def global_batch_size(args: TrainingArguments) -> int:
 
 
 class RegimesCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Logs regimes at every ``logging_steps``, to wherever the Trainer reports: W&B, MLflow, TensorBoard.
+    """Logs regimes every ``logging_steps`` steps, to all of the Trainer's loggers: W&B, MLflow, TensorBoard.
 
     Args:
-        trainer: add the callback to it by ``trainer.add_callback(RegimesCallback(trainer))``.
-        tensors: log each parameter tensor too, not only the total.
+        trainer: the Trainer. Add the callback with ``trainer.add_callback(RegimesCallback(trainer))``.
+        tensors: also log each parameter tensor, not only the total.
     """
 
     def __init__(self, trainer: Trainer, tensors: bool = False) -> None:
@@ -67,7 +69,7 @@ class RegimesCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         unwrap(now["optimizer"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> None:
-        """Log, if the Trainer is about to log."""
+        """Log if the Trainer is about to log."""
         if control.should_log and state.is_world_process_zero:
             if scalars := scalars_of(unwrap(now["optimizer"]), now["model"], tensors=self._tensors):
                 self._trainer.log(scalars)

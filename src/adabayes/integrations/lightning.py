@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from adabayes._util.missing_extra import missing_extra
+
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError as error:
-    raise ImportError("this module needs lightning: pip install '.[lightning]' in the folder of AdaBayes") from error
+    raise missing_extra("this module needs lightning", "lightning") from error
 
 from adabayes.integrations._scalars import scalars_of
-from adabayes.optim._two_rates import unwrap
+from adabayes.optim.extend import unwrap
 
 __all__ = ["RegimesCallback"]
 
 
 class RegimesCallback(Callback):
-    """Logs regimes every ``log_every_n_steps`` of the Trainer, to all of its loggers.
+    """Logs regimes every ``log_every_n_steps`` steps, to all of the Trainer's loggers.
 
-    With several optimizers, names have their indices: ``regimes/0/sgd_like``, ``regimes/1/sgd_like``.
+    With several optimizers, names contain their indices: ``regimes/0/sgd_like``, ``regimes/1/sgd_like``.
 
     Args:
-        tensors: log each parameter tensor too, not only the total.
+        tensors: also log each parameter tensor, not only the total.
     """
 
     def __init__(self, tensors: bool = False) -> None:
@@ -35,7 +37,7 @@ class RegimesCallback(Callback):
         self._logged = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log, if this minibatch has ended a step that is to be logged."""
+        """Log if this minibatch has ended a step that must be logged."""
         step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
         if step == self._logged or not every or step % every:
             return

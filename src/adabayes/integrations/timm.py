@@ -6,25 +6,24 @@
 
 from __future__ import annotations
 
+import inspect
+
 try:
     from timm.optim import OptimInfo
     from timm.optim._optim_factory import default_registry
 except ImportError as error:
     raise ImportError("this module needs timm 1.0.12 or later: pip install 'timm>=1.0.12'") from error
 
-from adabayes.optim import AdaBayes, AdaBayesFP, AdaBayesK
+from adabayes.optim import TWO_RATE_OPTIMIZERS
 
 __all__ = ["register"]
 
 
 def register() -> None:
-    """Add our optimizers to timm's registry; a second call changes nothing."""
-    # No underscores: timm takes what comes before one for a wrapper, as in "lookahead_adam".
-    for name, cls, description in (
-        ("adabayesk", AdaBayesK, "Bayesian filtering of whole matrices, in their eigenbasis"),
-        ("adabayesfp", AdaBayesFP, "Bayesian filtering of each weight, at the filter's fixed point"),
-        ("adabayes", AdaBayes, "Bayesian filtering of each weight"),
-    ):
+    """Add our optimizers to timm's registry; a second call is a no-op."""
+    for cls in TWO_RATE_OPTIMIZERS:
+        # No underscores: timm takes the word before one as the name of a wrapper, as in "lookahead_adam".
+        name, description = cls.__name__.lower(), (cls.__doc__ or "").partition("\n")[0]
         if name not in default_registry.list_optimizers():
-            betas = cls is not AdaBayes  # which takes beta1
+            betas = "betas" in inspect.signature(cls).parameters  # AdaBayes takes beta1 instead
             default_registry.register(OptimInfo(name, cls, description, has_eps=False, has_betas=betas))

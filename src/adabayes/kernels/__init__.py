@@ -1,5 +1,5 @@
 """Fused kernels for CPUs and GPUs. Everything works without them, but more slowly."""
 
-from adabayes.kernels.library import LIBRARY, instruction_set, stream, thread_source, unavailable
+from adabayes.kernels.cpu.library import LIBRARY, instruction_set, stream, thread_source, unavailable
 
 __all__ = ["LIBRARY", "instruction_set", "stream", "thread_source", "unavailable"]

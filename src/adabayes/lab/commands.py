@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from typing_extensions import Self
 
-from adabayes._signals import Stopped
+from adabayes._util.signals import Stopped
 from adabayes.lab import data, optimizers, protocol, requests
 from adabayes.lab import report as reports
 from adabayes.lab import suite as suites

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from typing_extensions import Self
 
+from adabayes._util.missing_extra import missing_extra
 from adabayes.lab import data
 from adabayes.lab.protocol import Spec
 from adabayes.lab.run.training import Progress
@@ -32,7 +33,7 @@ try:
     from rich.table import Table
     from rich.text import Text
 except ImportError as error:
-    raise ImportError("the lab needs more packages: pip install '.[lab]' in the folder of AdaBayes") from error
+    raise missing_extra("the lab needs more packages", "lab") from error
 
 if TYPE_CHECKING:
     from adabayes.lab.execute.sweep import Outcome

@@ -11,6 +11,7 @@ from typing import Any
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
+from adabayes.lab.compatibility import remove_optuna_locks
 from adabayes.lab.run.files import append, room_for, write_atomically
 
 __all__ = ["JournalError", "mend", "read"]
@@ -55,8 +56,7 @@ def mend(path: Path, warn: Callable[[str], None]) -> None:
 
     All whole records stay. The caller must hold the folder's lock.
     """
-    for lock in path.parent.glob(f"{path.name}.lock*"):  # Optuna's, in earlier versions
-        lock.unlink(missing_ok=True)
+    remove_optuna_locks(path)
     content = path.read_bytes() if path.exists() else b""
     records = list(_records(path, content))
     mended = b"".join(record + b"\n" for record in records)

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from adabayes.lab import data, models, schema
+from adabayes.lab import compatibility, data, models, schema
 from adabayes.lab.schema import Kind, Misfit
 
 if sys.version_info >= (3, 11):
@@ -121,13 +121,9 @@ class Spec:
 
     @property
     def identity(self) -> str:
-        """Return a hash of all fields. Those that version 0.1 did not have count only if they are set."""
-        said = asdict(self)
-        defaults = {"data_options": {}, "tests_per_epoch": 1, "test_at_end": False, "length": 1.0}
-        for name, default in defaults.items():
-            if said[name] == default:
-                del said[name]
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:10]
+        """Return a hash of all fields, which names the run's folder."""
+        fields = compatibility.fields_to_hash(asdict(self))
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:10]
 
     @property
     def folder(self) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adabayes._util.missing_extra import missing_extra
 from adabayes.lab import optimizers, schema
 from adabayes.lab import protocol as protocols
 from adabayes.lab.data import Data, digits_of
@@ -29,7 +30,7 @@ try:
 
     from adabayes.lab import journal
 except ImportError as error:
-    raise ImportError("tuning needs Optuna and tomli-w: pip install '.[lab]' in the folder of AdaBayes") from error
+    raise missing_extra("tuning needs Optuna and tomli-w", "lab") from error
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -285,7 +286,7 @@ def plot(found: list[Search], path: Path) -> None:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ImportError("plotting needs matplotlib: pip install '.[lab]' in the folder of AdaBayes") from error
+        raise missing_extra("plotting needs matplotlib", "lab") from error
     mpl.use("agg")
     import matplotlib.pyplot as plt
 

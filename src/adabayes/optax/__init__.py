@@ -1,4 +1,4 @@
-"""AdaBayes for JAX, as optax transformations; torch is not needed.
+"""AdaBayes for JAX, as optax transformations. It does not need torch.
 
 >>> import jax, jax.numpy as jnp, optax
 >>> from adabayes.optax import adabayes
@@ -10,16 +10,18 @@
 >>> params = optax.apply_updates(params, updates)
 """
 
+from adabayes._util.missing_extra import missing_extra
+
 try:
     import jax  # noqa: F401
     import optax  # noqa: F401
 except ImportError as error:
-    raise ImportError("adabayes.optax needs jax and optax: pip install '.[jax]' in the folder of AdaBayes") from error
+    raise missing_extra("adabayes.optax needs jax and optax", "jax") from error
 
 from adabayes.optax._adabayes import ScaleByAdaBayesState, adabayes, scale_by_adabayes
 from adabayes.optax._adabayes_fp import ScaleByAdaBayesFPState, adabayes_fp, scale_by_adabayes_fp
 from adabayes.optax._adabayes_k import ScaleByAdaBayesKState, adabayes_k, scale_by_adabayes_k
-from adabayes.optax._numbers import Rates as Rates  # not public, but pickled states name it
+from adabayes.optax._compatibility import Rates as Rates  # private, but pickled states name it
 from adabayes.optax._regimes import regimes
 
 __all__ = [

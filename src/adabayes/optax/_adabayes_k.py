@@ -1,36 +1,140 @@
-"""AdaBayes-K: the filter for whole matrices."""
+"""AdaBayes-K: the filter for weight matrices, in the eigenbasis of their gradients."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from adabayes.eigenbasis import Bases, basis_of, factor, interval, learns, least_share, refreshed, rotate, spread
-from adabayes.optax._adabayes_fp import Settled
+from adabayes._blocks.schedule import interval, learns
+from adabayes.eigenbasis import eigenvectors, factor, least_ratio, reorder, rotate
+from adabayes.eigenbasis import refresh as refresh_basis
+from adabayes.optax._adabayes_fp import FixedPointRule
 from adabayes.optax._chain import chain
-from adabayes.optax._leaves import Leaves, real_shape, wide_real
-from adabayes.optax._numbers import Rate, Rates, Scalar, TwoRates, caster, check, check_whole, plain
-from adabayes.optax._shardings import beside, split_like, whole
-from adabayes.rates import SETTLED_RATIO
-
-Sides = tuple[jax.Array, ...]  # of each side that is rotated, a square matrix
+from adabayes.optax._conditional import apply_if
+from adabayes.optax._leaves import map_weights
+from adabayes.optax._matrices import (
+    Pair,
+    Squares,
+    create_identities,
+    create_zeros,
+    from_pair,
+    map_sides,
+    matrix_shape,
+    refresh_offsets,
+    rotated_sides,
+    to_pair,
+)
+from adabayes.optax._rates import Rates, RateSettings
+from adabayes.optax._settings import Scalar, ScalarOrSchedule, cast_to, check_integer, check_range, to_python
+from adabayes.optax._shardings import shard_like, unshard
+from adabayes.optax._storage import Storage
+from adabayes.rates import FIXED_POINT_RATIO
 
 LEARN_EVERY, REFRESH, MAX_SIZE = 2, 10, 2048
+
+
+class MatrixState(NamedTuple):
+    """State of one matrix of weights, inputs x outputs."""
+
+    M: jax.Array  # averaged gradient, in the eigenbasis
+    V: jax.Array  # averaged square of the gradient, in the eigenbasis
+    factors: Pair  # A and C, averaged covariances of the gradient
+    bases: Pair  # Q_A and Q_C, their eigenvectors as columns
+
+
+class Coefficients(NamedTuple):
+    """Scalars of one step, which all matrices share."""
+
+    t: jax.Array  # steps so far, including this one
+    learn_every: jax.Array  # steps between two gradients that a factor learns from, at present
+    refresh_every: jax.Array  # steps between two refreshes of a basis, at present
+    factor_decay: jax.Array  # decay of factors, beta_2 ** learn_every
+    least_ratio: jax.Array  # lower bound on V / M²
+
+
+def adabayes_k_rule(
+    G: jax.Array, state: MatrixState, fixed_point: FixedPointRule, coefficients: Coefficients, offset: int
+) -> tuple[jax.Array, MatrixState]:
+    r"""Return the direction :math:`U` of a matrix, in units of the learning rate, and its new state.
+
+    .. math::
+        \begin{aligned}
+        G' &= Q_A^T G Q_C \\
+        U', M, V &\leftarrow \text{AdaBayes-FP}(G', M, V) \\
+        U &= Q_A U' Q_C^T \\
+        A &\leftarrow \beta_2 A + (1 - \beta_2) G G^T, \qquad C \leftarrow \beta_2 C + (1 - \beta_2) G^T G \\
+        Q_A &\leftarrow \text{qr}(A Q_A), \qquad Q_C \leftarrow \text{qr}(C Q_C)
+        \end{aligned}
+
+    The factors :math:`A` and :math:`C` learn every ``learn_every`` steps, alternating, with :math:`\beta_2` to that
+    power. The bases :math:`Q_A` and :math:`Q_C` are the eigenvectors of the first gradient's covariances, and are
+    refreshed every ``refresh_every`` steps. See :class:`adabayes.AdaBayesK`.
+
+    Args:
+        G: the gradient.
+        state: the state of the matrix.
+        fixed_point: the update rule of AdaBayes-FP.
+        coefficients: the scalars of this step.
+        offset: refresh the bases at the steps ``t`` for which ``t - offset`` is a multiple of ``refresh_every``.
+    """
+    M, V, factors, bases = state
+    t = coefficients.t
+    bases = apply_if(t == 1, initialize_bases, bases, G)
+    U, M, V = fixed_point.update(rotate(G, bases), M, V)
+    U = rotate(U, bases, back=True)
+    factors = learn_factors(factors, G, coefficients)
+    is_due = (t > 1) & ((t - offset) % coefficients.refresh_every == 0)
+    return U, apply_if(is_due, refresh_bases, MatrixState(M, V, factors, bases), coefficients.least_ratio)
+
+
+def initialize_bases(bases: Pair, G: jax.Array) -> Pair:
+    """Return the eigenvectors of the covariances of one gradient."""
+    return map_sides(lambda side, Q: eigenvectors(factor(G.astype(Q.dtype), side)), bases)
+
+
+def learn_factors(factors: Pair, G: jax.Array, coefficients: Coefficients) -> Pair:
+    """Average the covariances of the gradient, each at the steps at which its side learns."""
+
+    def learn(A: jax.Array, G: jax.Array, decay: jax.Array, side: int) -> Any:
+        cast = cast_to(A.dtype)
+        return cast(decay) * A + cast(1 - decay) * factor(G.astype(A.dtype), side)
+
+    def learn_if_due(side: int, A: jax.Array) -> Any:
+        # torch's matrices are the transposes of JAX's, so their sides have the opposite numbers.
+        is_due = learns(1 - side, coefficients.t, coefficients.learn_every)
+        return apply_if(is_due, partial(learn, side=side), A, G, coefficients.factor_decay)
+
+    return map_sides(learn_if_due, factors)
+
+
+def refresh_bases(state: MatrixState, least_ratio: jax.Array) -> MatrixState:
+    """Refresh the bases of a matrix. Rotate M with them, reorder V, and raise V to the least that M permits."""
+    M, V, factors, bases = state
+    # A factor that has overflowed starts again from zero.
+    factors = jax.tree.map(lambda A: jnp.nan_to_num(A, nan=0.0, posinf=0.0, neginf=0.0), factors)
+    new_bases = list(bases)
+    for side, (A, Q) in enumerate(zip(factors, bases)):
+        if Q is not None:
+            new_bases[side], order = refresh_basis(A, Q)
+            V = reorder(V, order, side)
+    left, right = new_bases
+    M = rotate(rotate(M, bases, back=True), (left, right))
+    V = jnp.maximum(V, least_ratio.astype(V.dtype) * M * M)
+    return MatrixState(M, V, factors, (left, right))
 
 
 class ScaleByAdaBayesKState(NamedTuple):
     """State of :func:`scale_by_adabayes_k`.
 
-    ``mu`` and ``nu`` are averages of the gradient and of its square, in the eigenbasis, laid out in the shape of the
-    parameter. ``factors`` and ``bases`` have a tuple for each parameter, with a matrix for each side that is rotated.
+    ``mu`` and ``nu`` are averages of the gradient and of its square, in the eigenbasis, in the shape of the parameter.
+    ``factors`` and ``bases`` have a tuple for each parameter, with a square matrix for each side that is rotated.
     """
 
-    count: jax.Array  # type: ignore[assignment]
+    count: jax.Array  # type: ignore[assignment]  # updates so far
     mu: optax.Updates
     nu: optax.Updates
     factors: Any
@@ -40,7 +144,7 @@ class ScaleByAdaBayesKState(NamedTuple):
 
 
 def scale_by_adabayes_k(
-    learning_rate: Rate = 3e-3,
+    learning_rate: ScalarOrSchedule = 3e-3,
     lr_sgd: Scalar | None = None,
     b1: Scalar = 0.9,
     b2: Scalar = 0.99,
@@ -57,65 +161,50 @@ def scale_by_adabayes_k(
 ) -> optax.GradientTransformation:
     """Scale gradients by the fixed point of the gain in their eigenbasis, in units of the learning rate.
 
-    The chain has to scale by the learning rate afterwards. Arguments are those of :func:`adabayes_k`.
+    Later transformations of the chain must scale by the learning rate. The arguments are those of :func:`adabayes_k`.
     """
-    rates = TwoRates(learning_rate, base_lr, lr_sgd, SETTLED_RATIO)
-    b1, b2 = plain(b1), plain(b2)
-    check("b1", b1, 0, 1)
-    check("b2", b2, 0, 1)
-    longest = check_whole("learn_every", LEARN_EVERY if learn_every is None else learn_every)
-    period = check_whole("refresh", REFRESH if refresh is None else refresh)
-    size = check_whole("max_size", MAX_SIZE if max_size is None else max_size)
-    leaves = Leaves(mu_dtype, state_dtype, seed)
+    rates = RateSettings(learning_rate, base_lr, lr_sgd, FIXED_POINT_RATIO)
+    b1, b2 = to_python(b1), to_python(b2)
+    check_range("b1", b1, 0, 1)
+    check_range("b2", b2, 0, 1)
+    max_learn_every = check_integer("learn_every", LEARN_EVERY if learn_every is None else learn_every)
+    max_refresh_every = check_integer("refresh", REFRESH if refresh is None else refresh)
+    max_side = check_integer("max_size", MAX_SIZE if max_size is None else max_size)
+    storage = Storage(mu_dtype, state_dtype, seed)
 
     def init(params: optax.Params) -> ScaleByAdaBayesKState:
-        def squares(make: Callable[..., jax.Array]) -> Any:
-            return leaves.of_weights(lambda p: _squares(make, p, size), params)
-
-        count, decay = jnp.zeros([], jnp.int32), jnp.asarray(b2, float)
-        # A parameter without a gradient at the first step keeps its own basis until the first refresh.
-        matrices = squares(lambda n, dtype: jnp.zeros((n, n), dtype)), squares(jnp.eye)
-        return ScaleByAdaBayesKState(count, *leaves.zeros(params), *matrices, rates.initial(), decay)
+        factors = map_weights(partial(create_zeros, max_size=max_side), params)
+        # A parameter without a gradient at the first step is not rotated until its first refresh.
+        bases = map_weights(partial(create_identities, max_size=max_side), params)
+        count, initial = jnp.zeros([], jnp.int32), Rates.from_scalars(*rates.resolve())
+        return ScaleByAdaBayesKState(count, *storage.zeros(params), factors, bases, initial, jnp.asarray(b2, float))
 
     def update(
         updates: optax.Updates, state: ScaleByAdaBayesKState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByAdaBayesKState]:
         count, base_lr = optax.safe_increment(state.count), state.rates.lr
-        c = Settled(b1, b2, rates.ratio(base_lr), count, cautious, centred)
-        every, pause = interval(count, longest), interval(count, period)
-        decay, least = jnp.asarray(b2**every, float), jnp.asarray(0.0 if centred else least_share(b1, b2), float)
-
-        def leaf(
-            g: jax.Array, mu: jax.Array, nu: jax.Array, factors: Sides, bases: Sides, slot: int
-        ) -> tuple[Any, ...]:
-            given, rotated = (g, mu, nu), _rotated(g.shape, size)
-            if not rotated:
-                return *c.step(g, mu, nu), factors, bases, slot
-            g, mu, nu = (whole(x).reshape(_matrix(x.shape)) for x in given)
-            factors = tuple(  # sides are torch's the other way round
-                _when(learns(1 - side, count, every), _follower(side), (f,), g, decay)[0]
-                for f, side in zip(factors, rotated)
-            )
-            (bases,) = _when(count == 1, _first_of(rotated), (bases,), g)
-            turn = _by_side(bases, rotated)
-            move, mean, square = c.step(rotate(g, turn), mu, nu)
-            move = rotate(move, turn, back=True)
-            due = (count > 1) & ((count - slot) % pause == 0)
-            mean, square, factors, bases = _when(due, _refresher(rotated), (mean, square, factors, bases), least)
-            shaped = (split_like(x.reshape(like.shape), like) for x, like in zip((move, mean, square), given))
-            return *shaped, factors, bases, slot
-
-        columns = state.mu, state.nu, state.factors, state.bases, _slots(state, updates, period)
-        with jax.default_matmul_precision("highest"):  # bases are to stay orthonormal, also on accelerators
-            directions, mu, nu, factors, bases, _ = leaves.update(leaf, count, updates, params, *columns)
-        now = Rates.of(*rates.of(base_lr)), jnp.asarray(b2, float)
-        return directions, ScaleByAdaBayesKState(count, mu, nu, factors, bases, *now)
+        learn_every = interval(count, max_learn_every)
+        coefficients = Coefficients(
+            t=count,
+            learn_every=learn_every,
+            refresh_every=interval(count, max_refresh_every),
+            factor_decay=jnp.asarray(b2**learn_every, float),
+            least_ratio=jnp.asarray(0.0 if centred else least_ratio(b1, b2), float),
+        )
+        fixed_point = FixedPointRule(b1, b2, rates.ratio(base_lr), count, cautious, centred)
+        update_leaf = partial(_update_leaf, fixed_point=fixed_point, coefficients=coefficients, max_size=max_side)
+        trees = state.mu, state.nu, state.factors, state.bases
+        offsets = refresh_offsets(updates, state.bases, max_refresh_every)
+        with jax.default_matmul_precision("highest"):  # bases must stay orthonormal, also on accelerators
+            directions, mu, nu, factors, bases = storage.update(update_leaf, count, updates, params, trees, (offsets,))
+        new_rates = Rates.from_scalars(*rates.resolve(base_lr))
+        return directions, ScaleByAdaBayesKState(count, mu, nu, factors, bases, new_rates, jnp.asarray(b2, float))
 
     return optax.GradientTransformation(init, update)
 
 
 def adabayes_k(
-    learning_rate: Rate = 3e-3,
+    learning_rate: ScalarOrSchedule = 3e-3,
     lr_sgd: Scalar | None = None,
     b1: Scalar = 0.9,
     b2: Scalar = 0.99,
@@ -132,37 +221,40 @@ def adabayes_k(
     state_dtype: Any = None,
     seed: int = 0,
 ) -> optax.GradientTransformation:
-    """AdaBayes-K: the paper's filter for a whole weight matrix, in the eigenbasis of its gradients.
+    """Create an AdaBayes-K optimizer: the paper's filter for weight matrices, in the eigenbasis of their gradients.
 
-    It gives the same numbers as :class:`adabayes.AdaBayesK`, whose documentation says more about the method. Use it for
-    a whole model, in place of ``optax.adamw``: vectors and scalars get AdaBayes-FP.
+    It computes the same numbers as :class:`adabayes.AdaBayesK`, whose documentation explains the method. Use it for all
+    parameters of a model, in place of ``optax.adamw``: vectors and scalars get AdaBayes-FP.
 
-    The last axis of an array is taken as that of the outputs, as in Flax; a convolution is a matrix, (height * width *
-    in) x out. So the numbers are those of torch, whose first axis is that of the outputs, for the transpose. Matrices
-    are not cut into blocks here: it is torch's form with a ``block_size`` of ``max_size``.
+    The last axis of an array is that of the outputs, as in Flax. A convolution is a matrix, (height * width * in) x
+    out. torch has outputs along the first axis, so its matrices are the transposes of these. Matrices are not cut into
+    blocks: the numbers are those of torch with a ``block_size`` of ``max_size``.
 
     Args:
-        learning_rate: begin with five times that of ``optax.adamw``; a number, a schedule or a traced array.
-        lr_sgd: the highest learning rate that a direction can get, in units of the averaged gradient. None: 1e5 times
-            the base, whatever that is.
+        learning_rate: a number, a schedule or a traced array. Begin with five times that of ``optax.adamw``.
+        lr_sgd: the highest learning rate that a direction can get. It multiplies the averaged gradient. The default,
+            None, is 1e5 times the base, whatever that is.
         b1: decay of the averaged gradient.
         b2: decay of its averaged square and covariances.
-        weight_decay: decoupled, as in ``optax.adamw``.
+        weight_decay: decoupled weight decay, as in ``optax.adamw``.
         mask: weights to decay, as in ``optax.adamw``.
-        base_lr: ``learning_rate`` without its schedule, as for :func:`adabayes`; it matters only where ``lr_sgd`` is
-            given.
-        learn_every: steps from one gradient that a covariance learns from to the next. None: 2. It decides what is
-            compiled, as ``refresh`` and ``max_size`` do: with ``inject_hyperparams``, leave them out or name them in
-            ``static_args``.
-        refresh: steps from one update of a basis to the next; in the beginning less. None: 10.
-        max_size: largest side that is rotated. None: 2048. A matrix takes 2 (m² + n²) numbers of state beside the 2 mn
-            of ``optax.adamw``.
-        cautious: move only in directions whose averaged gradient has the sign of the newest one.
-        centred: average the squares of what the average did not predict, as in :class:`adabayes.AdaBayesK`.
+        base_lr: ``learning_rate`` without its schedule, as for :func:`adabayes`. It matters only with ``lr_sgd``.
+        learn_every: steps between two gradients that a covariance learns from; fewer at the beginning. None: 2. The
+            compiled program depends on it, and on ``refresh`` and ``max_size``: with ``inject_hyperparams``, leave them
+            out or name them in ``static_args``.
+        refresh: steps between two refreshes of a basis; fewer at the beginning. None: 10.
+        max_size: largest side that is rotated. None: 2048. A matrix needs 2 (m² + n²) numbers of state in addition to
+            the 2 mn of ``optax.adamw``.
+        cautious: move only in directions whose averaged gradient has the sign of the newest gradient.
+        centred: average the squares of the deviations of gradients from their average, instead of the squares of
+            gradients, as in :class:`adabayes.AdaBayesK`.
         mu_dtype: dtype of the averaged gradient, real or complex. None: that of the averaged square.
-        state_dtype: dtype of the two averages, as for :func:`adabayes`; factors and bases stay fp32, or float64 for
+        state_dtype: dtype of the two averages, as for :func:`adabayes`. Factors and bases are fp32, or float64 for
             float64 parameters.
-        seed: seed of the rounding of bfloat16.
+        seed: seed of the stochastic rounding to bfloat16.
+
+    Returns:
+        The optimizer, an ``optax.GradientTransformation``.
     """
     directions = scale_by_adabayes_k(
         learning_rate,
@@ -182,104 +274,24 @@ def adabayes_k(
     return chain(directions, learning_rate, base_lr, weight_decay, mask)
 
 
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the shape of a parameter as a matrix, inputs x outputs."""
-    return math.prod(shape[:-1]), shape[-1]
-
-
-def _rotated(shape: tuple[int, ...], max_size: int) -> tuple[int, ...]:
-    """Return which sides are rotated."""
-    if len(shape) < 2 or 0 in shape:
-        return ()
-    return tuple(side for side, size in enumerate(_matrix(shape)) if 1 < size <= max_size)
-
-
-def _squares(make: Callable[..., jax.Array], p: Any, size: int) -> Sides:
-    """Return a square matrix for each side of a parameter that is rotated."""
-    shape = real_shape(p)
-    dtype = wide_real(jnp.result_type(p))
-    return tuple(beside(p, make(_matrix(shape)[side], dtype=dtype)) for side in _rotated(shape, size))
-
-
-def _slots(state: ScaleByAdaBayesKState, updates: optax.Updates, refresh: int) -> Any:
-    """Return at which step, modulo ``refresh``, the bases of each leaf are refreshed."""
-    tree: Any = jax.tree.structure(updates, is_leaf=lambda x: x is None)
-    costs = [sum(len(basis) ** 3 for basis in jax.tree.leaves(one)) for one in tree.flatten_up_to(state.bases)]
-    return tree.unflatten(spread(costs, [1] * len(costs), refresh))
-
-
-def _by_side(squares: Sides, rotated: tuple[int, ...]) -> Bases:
-    found = dict(zip(rotated, squares))
-    return found.get(0), found.get(1)
-
-
-def _follower(side: int) -> Callable[..., Sides]:
-    """Return a function that lets a factor follow a gradient: A = decay A + (1 - decay) G G^T."""
-
-    def follow(covariance: jax.Array, g: jax.Array, decay: jax.Array) -> Sides:
-        number = caster(covariance.dtype)
-        return (number(decay) * covariance + number(1 - decay) * factor(g.astype(covariance.dtype), side),)
-
-    return follow
-
-
-def _first_of(rotated: tuple[int, ...]) -> Callable[..., tuple[Sides]]:
-    """Return a function that computes the first bases from the first gradient."""
-    return lambda bases, g: (tuple(basis_of(factor(g.astype(b.dtype), side)) for b, side in zip(bases, rotated)),)
-
-
-def _refresher(rotated: tuple[int, ...]) -> Callable[..., Any]:
-    """Return a function that refreshes the bases of one matrix; the averages go with them."""
-
-    def refresh(mean: jax.Array, square: jax.Array, factors: Sides, bases: Sides, least: jax.Array) -> Any:
-        factors = tuple(jnp.nan_to_num(f, nan=0.0, posinf=0.0, neginf=0.0) for f in factors)  # begins again
-        new = []
-        for side, covariance, basis in zip(rotated, factors, bases):
-            now, order = refreshed(covariance, basis)
-            square = jnp.take(square, order, axis=side)
-            new.append(now)
-        old, turned = (_by_side(tuple(q), rotated) for q in (bases, new))
-        mean = rotate(rotate(mean, old, back=True), turned)
-        return mean, jnp.maximum(square, least.astype(square.dtype) * mean * mean), factors, tuple(new)
-
-    return refresh
-
-
-def _when(condition: jax.Array, change: Callable[..., Any], operands: Any, *others: Any) -> Any:
-    """Return ``change(*operands, *others)`` if the condition holds, and otherwise the operands.
-
-    Arrays leave the ``cond`` flat, because LAPACK's are in columns: XLA would transpose all others at each step.
-
-    ``vmap`` turns a ``cond`` with many conditions into a choice between both results, which costs both. Here it stays a
-    ``cond``, on whether any of them holds: usually, all models of a ``vmap`` are at the same step.
-    """
-    many = len(operands)
-
-    def flat(arrays: Any) -> Any:
-        return jax.tree.map(jnp.ravel, tuple(arrays))
-
-    def by_cond(condition: jax.Array, *arrays: Any) -> Any:
-        return jax.lax.cond(condition, lambda *x: flat(change(*x)), lambda *x: flat(x[:many]), *arrays)
-
-    batchable = jax.custom_batching.custom_vmap(by_cond)
-
-    @batchable.def_vmap
-    def of_many(count: int, batched: Any, condition: jax.Array, *arrays: Any) -> Any:
-        every = jax.tree.map(
-            lambda x, has: x if has else jnp.broadcast_to(x, (count, *x.shape)), arrays, tuple(batched[1:])
-        )
-        holds = jnp.broadcast_to(condition, (count,))
-
-        def where_it_holds(*given: Any) -> Any:
-            def leaf(after: jax.Array, before: jax.Array) -> jax.Array:
-                return jnp.where(given[-1].reshape(-1, *[1] * (after.ndim - 1)), after, before)
-
-            return jax.tree.map(leaf, tuple(jax.vmap(change)(*given[:-1])), tuple(given[:many]))
-
-        found = _when(condition.any(), where_it_holds, every[:many], *every[many:], holds)
-        return jax.tree.map(lambda x: x.reshape(count, -1), found), jax.tree.map(lambda _: True, found)
-
-    differentiable = jax.custom_jvp(batchable)  # in reverse, too, which what batches by a rule of its own is not
-    differentiable.defjvp(lambda primals, tangents: jax.jvp(by_cond, primals, tangents))
-    found = differentiable(condition, *operands, *others)
-    return jax.tree.map(lambda x, like: x.reshape(like.shape), found, tuple(operands))
+def _update_leaf(
+    g: jax.Array,
+    mu: jax.Array,
+    nu: jax.Array,
+    factors: Squares,
+    bases: Squares,
+    offset: int,
+    *,
+    fixed_point: FixedPointRule,
+    coefficients: Coefficients,
+    max_size: int,
+) -> tuple[Any, ...]:
+    """Update a parameter as a matrix, or element-wise by AdaBayes-FP if neither side is rotated."""
+    sides = rotated_sides(g.shape, max_size)
+    if not sides:
+        return *fixed_point.update(g, mu, nu), factors, bases
+    G, M, V = (unshard(x).reshape(matrix_shape(x.shape)) for x in (g, mu, nu))
+    state = MatrixState(M, V, to_pair(factors, sides), to_pair(bases, sides))
+    U, (M, V, new_factors, new_bases) = adabayes_k_rule(G, state, fixed_point, coefficients, offset)
+    arrays = (shard_like(x.reshape(like.shape), like) for x, like in zip((U, M, V), (g, mu, nu)))
+    return *arrays, from_pair(new_factors), from_pair(new_bases)

@@ -1,4 +1,4 @@
-"""Arrays over several devices: the place of state that has another shape than its parameter."""
+"""Shardings of state whose shape differs from that of its parameter."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-WHOLE: Any = PartitionSpec()  # type: ignore[no-untyped-call]
+REPLICATED: Any = PartitionSpec()  # type: ignore[no-untyped-call]
 
 
-def beside(p: Any, x: jax.Array) -> jax.Array:
-    """Put a new array on all devices of a parameter, which is where a jitted step leaves it."""
+def replicate_like(x: jax.Array, p: Any) -> jax.Array:
+    """Replicate a new array over all devices of a parameter, which is where a jitted step would put it."""
     if isinstance(p, jax.core.Tracer) or not isinstance(p, jax.Array):
         return x
-    place: Any = p.sharding if p.committed else None
-    if isinstance(place, NamedSharding):
-        place = NamedSharding(place.mesh, WHOLE)
-    moved: jax.Array = x if place is None else jax.device_put(x, place)
-    return moved
+    sharding: Any = p.sharding if p.committed else None
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, REPLICATED)
+    replicated: jax.Array = x if sharding is None else jax.device_put(x, sharding)
+    return replicated
 
 
-def whole(x: jax.Array) -> jax.Array:
+def unshard(x: jax.Array) -> jax.Array:
     """Gather an array whose sharding is part of its type, as on meshes with explicit axes.
 
-    All others are left to the compiler.
+    The compiler shards all other arrays; they stay unchanged.
     """
-    sharding = _explicit(x)
-    return x if sharding is None else _resharded(x, NamedSharding(sharding.mesh, WHOLE))
+    sharding = _explicit_sharding(x)
+    return x if sharding is None else _reshard(x, NamedSharding(sharding.mesh, REPLICATED))
 
 
-def split_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Do the opposite of :func:`whole`."""
-    sharding = _explicit(like)
-    return x if sharding is None else _resharded(x, sharding)
+def shard_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Shard an unsharded array like another one: the inverse of :func:`unshard`."""
+    sharding = _explicit_sharding(like)
+    return x if sharding is None else _reshard(x, sharding)
 
 
-def _resharded(x: jax.Array, sharding: Any) -> jax.Array:
-    moved: jax.Array = jax.sharding.reshard(x, sharding)  # type: ignore[no-untyped-call]
-    return moved
+def _reshard(x: jax.Array, sharding: Any) -> jax.Array:
+    resharded: jax.Array = jax.sharding.reshard(x, sharding)  # type: ignore[no-untyped-call]
+    return resharded
 
 
-def _explicit(x: jax.Array) -> Any:
-    """Return the sharding that is part of the type of an array, if it is split at all."""
-    if not hasattr(jax, "typeof"):  # before JAX 0.6, there are none
+def _explicit_sharding(x: jax.Array) -> Any:
+    """Return the sharding that is part of an array's type. Return None if there is none, or if it splits no axis."""
+    if not hasattr(jax, "typeof"):  # JAX before 0.6 has no explicit axes
         return None
     sharding = getattr(jax.typeof(x), "sharding", None)
     return sharding if sharding is not None and any(sharding.spec) else None

@@ -9,66 +9,57 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from adabayes._util.averages import bias_correction
+from adabayes._util.checks import check_choice
+from adabayes._util.tensors import Scalar, as_float, real_view
 from adabayes.filtering import drift, euler, fixed_point, is_unstarted, ornstein_uhlenbeck
-from adabayes.optim._checks import check_choice, explain, explains_unknown
-from adabayes.optim._engine import Batch, Group, Step
-from adabayes.optim._fused import Kernel
-from adabayes.optim._state import Entry
-from adabayes.optim._tensors import Scalar, as_float, real_view
-from adabayes.optim._two_rates import TwoRateOptimizer
-from adabayes.rates import LEAST_GAIN, batch_size_of, memory_of, ratio_of, share_of, warn_if_closed
+from adabayes.kernels.coefficients import ADABAYES
+from adabayes.optim._engine.batch import Batch, Step
+from adabayes.optim._engine.explain import explain, explains_unknown
+from adabayes.optim._engine.state import Entry, Group, settings_of
+from adabayes.optim._engine.two_rates import TwoRateOptimizer
+from adabayes.rates import LEAST_GAIN, batch_size_of, memory_of, newest_weight, ratio_of, warn_if_closed
 
 __all__ = ["AdaBayes"]
 
 
-class _Numbers(NamedTuple):
-    """The numbers of one step; some are tensors while a graph is captured."""
+class Coefficients(NamedTuple):
+    """The scalars of one step; some are tensors while a graph is captured."""
 
-    rate: Scalar  # of the step, beside gain and momentum
+    step_scale: Scalar  # factor of the step, apart from gain and momentum
     beta1: float
-    forget: Scalar  # of the gain, between two gradients
-    noise: Scalar
-    settled: Scalar  # gain without gradients: noise / forget
+    forget: Scalar  # fraction of the gain that is lost between two gradients
+    noise: Scalar  # added to the gain between two gradients
+    asymptotic_gain: Scalar  # the gain's limit without gradients: noise / forget
     information: float  # curvature per squared gradient
     exact: bool
     eta: float
-    lr_sgd: Scalar  # as the filter has it
-    to_mean: float
-    memory: int | None  # in steps, where it does not follow from a batch size
-    decide: bool  # whether the program may depend on numbers: not while a graph is captured
+    lr_sgd: Scalar  # the value that the filter uses
+    to_mean: float  # converts gradients to those of the mean loss
+    memory: int | None  # in steps; None if it follows from a batch size
+    may_sync: bool  # whether the program may read values, which a captured graph must not
 
     def start(self, gradient: Tensor) -> Tensor | Scalar:
-        """Return the gain at which a filter starts: exactly at its fixed point, in the paper at lr_sgd."""
+        """Return the gain at which a filter starts: its fixed point if exact, or lr_sgd as in the paper."""
         return fixed_point((self.to_mean * gradient) ** 2, self.eta, self.lr_sgd) if self.exact else self.lr_sgd
-
-    def for_kernel(self) -> dict[str, Scalar]:
-        lr_sgd = self.lr_sgd
-        return {
-            "forget": self.forget,
-            "noise": self.noise,
-            "information": self.information,
-            "half": 0.5 / lr_sgd if isinstance(lr_sgd, Tensor) or lr_sgd else math.inf,
-            "slope": self.to_mean / self.eta if self.exact else 0.0,
-            "memory": self.memory or 0.0,
-        }
 
 
 class AdaBayes(TwoRateOptimizer):
-    r"""AdaBayes (Aitchison, 2020), Algorithm 1: moves by itself between SGD and AdamW, weight by weight.
+    r"""AdaBayes (Aitchison, 2020), Algorithm 1: moves between SGD and AdamW, weight by weight.
 
     .. math::
         \begin{aligned}
         \text{prior} &= \text{gain}_{t-1} + (q - f \cdot \text{gain}_{t-1}) && \text{the optimum may have moved} \\
         \text{gain}_t &= \text{prior} / (1 + \text{prior} \cdot B g_t^2) && \text{the gradient shows where} \\
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t \\
-        \theta_t &= (1 - \eta \lambda) \theta_{t-1} - \text{gain}_t \, m_t / (1 - \beta_1^t)
+        \theta_t &= (1 - \text{lr} \lambda) \theta_{t-1} - \text{gain}_t \, m_t / (1 - \beta_1^t)
         \end{aligned}
 
     With :math:`k = B\,\text{lr}^2 / (2\,\text{lr_sgd})`: :math:`f = 1 - e^{-2k}` and
     :math:`q = \text{lr_sgd}\,f` (``dynamics="exact"``), or :math:`f = 1 - (1 - k)^2` and
     :math:`q = B\,\text{lr}^2` (``dynamics="paper"``).
 
-    That is the paper's filter, with a ``batch_size`` of :math:`B`. Without one, the filter of each weight remembers
+    This is the paper's filter, with a ``batch_size`` of :math:`B`. Without one, the filter of each weight remembers
     :math:`n` steps, the last 100 or all so far (:func:`adabayes.filtering.remember`):
 
     .. math::
@@ -77,9 +68,9 @@ class AdaBayes(TwoRateOptimizer):
         1 / \text{gain}_t &= 1 / (2\,\text{prior}) + \sqrt{1 / (4\,\text{prior}^2) + g_t^2 / (n\,\text{lr}^2)}
         \end{aligned}
 
-    The gain settles at a soft minimum of the two learning rates: ``lr_sgd`` for weights with gradients far below
-    ``lr / lr_sgd``, ``lr / rms(gradient)`` for those far above. So, once settled, no weight moves faster than SGD at
-    ``lr_sgd``, or AdamW at ``lr``, would move it.
+    The fixed point of the gain is a soft minimum of the two learning rates: ``lr_sgd`` for weights with gradients far
+    below ``lr / lr_sgd``, ``lr / rms(gradient)`` for those far above. So, at the fixed point, no weight moves faster
+    than with SGD at ``lr_sgd``, or with AdamW at ``lr``.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
@@ -105,8 +96,8 @@ class AdaBayes(TwoRateOptimizer):
         fused: use a kernel. None: on the CPU, if it was built and supports the parameters. On a GPU only if True,
             because that kernel has not been run on one yet.
         capturable: keep the step count on the device, for CUDA graphs.
-        differentiable: let autograd follow the step. With respect to a tensor ``lr``, it follows the schedule's
-            part in the step, at a base learning rate that is a constant.
+        differentiable: let autograd follow the step. Gradients with respect to a tensor ``lr`` treat ``base_lr`` as a
+            constant.
         state_dtype: ``torch.bfloat16`` halves the state, to 4 bytes per weight, with stochastic rounding.
         stochastic_rounding: round bf16 parameters stochastically, so that steps and decay below half of their
             precision are not lost.
@@ -128,7 +119,7 @@ class AdaBayes(TwoRateOptimizer):
 
     STATE = {"exp_avg": Entry(), "gain": Entry()}  # noqa: RUF012
     BETAS = 1
-    KERNEL = Kernel("adabayes_step", "gain", _Numbers.for_kernel)
+    KERNEL = ADABAYES
 
     @explains_unknown
     def __init__(
@@ -151,72 +142,58 @@ class AdaBayes(TwoRateOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_sgd": lr_sgd,
-            "batch_size": batch_size,
-            "betas": (beta1,),  # under the name by which OneCycleLR and CyclicLR find the momentum to cycle
-            "weight_decay": weight_decay,
-            "dynamics": dynamics,
-            "reduction": reduction,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "state_dtype": state_dtype,
-            "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
-        }
+        defaults = settings_of(locals())
+        defaults["betas"] = (defaults.pop("beta1"),)  # the name by which OneCycleLR and CyclicLR find momentum
         super().__init__(params, defaults)
 
-    def direction(self, gradient: Batch, state: dict[str, Batch], c: _Numbers, t: Scalar) -> Step:
+    def direction(self, gradient: Batch, state: dict[str, Batch], coefficients: Coefficients, t: Scalar) -> Step:
         mean, gain = state["exp_avg"], state["gain"]
-        waiting = _start_(gain, mean, gradient, c)
-        mean.lerp_(gradient, 1 - c.beta1)
-        size = c.rate / (1 - c.beta1**t)
-        if c.memory:
-            _remember_(gain, gradient, c, share_of(t, c.memory))
-            for place, where in waiting:
-                gain.replace_(place, gain.tensors[place].masked_fill(where, 0))
+        waiting = _start_(gain, mean, gradient, coefficients)
+        mean.lerp_(gradient, 1 - coefficients.beta1)
+        size = coefficients.step_scale / bias_correction(coefficients.beta1, t)
+        if coefficients.memory:
+            _remember_(gain, gradient, coefficients, newest_weight(t, coefficients.memory))
+            _fill_(gain, waiting, 0.0)
             return Step(mean.mul(gain), size=size)
-        prior = gain.lerp_(c.settled, c.forget)  # predict: gain + (noise - forget * gain)
-        precision = prior.reciprocal_().addcmul_(gradient, gradient, c.information)  # update: 1 / prior + B g^2
-        for place, where in waiting:
-            precision.replace_(place, precision.tensors[place].masked_fill(where, math.inf))
-        return Step(mean, precision, size=size, after=precision.reciprocal_)  # the gain again
+        gain.lerp_(coefficients.asymptotic_gain, coefficients.forget)  # predict: gain + (noise - forget * gain)
+        precision = gain.reciprocal_()  # in the memory of the gain
+        precision.addcmul_(gradient, gradient, coefficients.information)  # update: 1 / prior + B g^2
+        _fill_(precision, waiting, math.inf)  # no step, and a gain of 0: the filter stays unstarted
+        denominator = precision.clone()
+        precision.reciprocal_()  # the gain again
+        return Step(mean, denominator, size=size)
 
-    def numbers(self, group: Group, lr: Scalar) -> _Numbers | None:
+    def coefficients(self, group: Group, lr: Scalar) -> Coefficients | None:
         exact = group["dynamics"] == "exact"
         if not exact and not isinstance(lr, Tensor) and lr == 0:
-            return None  # where the paper divides by zero
+            return None  # the paper would divide by zero
         base_lr, lr_sgd = group["base_lr"], group["lr_sgd"]
         batch_size = batch_size_of(group["batch_size"], base_lr)
         schedule = lr / base_lr
         to_mean = self.mean_factor(group)
         k = drift(base_lr, lr_sgd, batch_size)
-        if exact:  # the filter runs at the base rates, the schedule scales the step
+        if exact:  # the filter runs at the base rates, and the schedule scales the step
             flow = ornstein_uhlenbeck(k, lr_sgd)
-            rate, settled = schedule * to_mean, lr_sgd
-        else:  # the schedule is in the filter, which goes on at lr = 0 while the weights stop
+            step_scale, asymptotic_gain = schedule * to_mean, lr_sgd
+        else:  # the schedule is part of the filter, which continues at lr = 0 while the weights stop
             k, lr_sgd = k * schedule, lr_sgd * schedule
             if not isinstance(k, Tensor) and k == 2:
-                k = math.nextafter(k, 0)  # where nothing is forgotten, so that the gain settles nowhere
+                k = math.nextafter(k, 0)  # at 2 nothing is forgotten, and the gain has no limit
             flow = euler(k, lr_sgd)
-            rate, settled = (lr != 0) * 1.0 * to_mean, lr_sgd / (1 - k / 2)
-        return _Numbers(
-            rate=rate,
+            step_scale, asymptotic_gain = (lr != 0) * 1.0 * to_mean, lr_sgd / (1 - k / 2)
+        return Coefficients(
+            step_scale=step_scale,
             beta1=group["betas"][0],
             forget=flow.forget,
             noise=flow.noise,
-            settled=settled,
+            asymptotic_gain=asymptotic_gain,
             information=batch_size * to_mean * to_mean,
             exact=exact,
             eta=base_lr,
             lr_sgd=lr_sgd,
             to_mean=to_mean,
             memory=memory_of(group["batch_size"], group["dynamics"]),
-            decide=not (torch.compiler.is_compiling() or group["capturable"]),
+            may_sync=not (torch.compiler.is_compiling() or group["capturable"]),
         )
 
     def _complete_group(self, group: Group) -> None:
@@ -237,7 +214,7 @@ class AdaBayes(TwoRateOptimizer):
 
     def _warm_state(self, adamw: dict[str, Any], group: Group, beta2: float) -> dict[str, Any]:
         exp_avg, square = (real_view(adamw[name]) for name in ("exp_avg", "exp_avg_sq"))
-        mean_square = square.double() / ((1 - beta2 ** as_float(adamw["step"])) or 1.0)
+        mean_square = square.double() / (bias_correction(beta2, as_float(adamw["step"])) or 1.0)
         gain = fixed_point(self.mean_factor(group) ** 2 * mean_square, group["base_lr"], group["lr_sgd"])
         if group["dynamics"] == "paper":
             gain = gain * (self._schedule(group) or 1.0)
@@ -256,20 +233,29 @@ class AdaBayes(TwoRateOptimizer):
         return torch.where(is_unstarted(gain, mean), 1.0, gain / lr_sgd)
 
 
-def _remember_(gain: Batch, gradient: Batch, c: _Numbers, share: Scalar) -> None:
-    """Update gains whose filters remember 1 / share steps: :func:`adabayes.filtering.remember`."""
-    half = gain.at_least_(LEAST_GAIN).mul(share * (0.5 / c.lr_sgd)).add_((1 - share) / 2)
-    step = gradient.mul(share**0.5 * (c.to_mean / c.eta)).mul_(gain)
+def _remember_(gain: Batch, gradient: Batch, coefficients: Coefficients, newest: Scalar) -> None:
+    """Update gains whose filters remember ``1 / newest`` steps: :func:`adabayes.filtering.remember`."""
+    half = gain.clamp_min_(LEAST_GAIN).mul(newest * (0.5 / coefficients.lr_sgd)).add_((1 - newest) / 2)
+    step = gradient.mul(newest**0.5 * (coefficients.to_mean / coefficients.eta)).mul_(gain)
     gain.div_(step.mul_(step).addcmul_(half, half, 1.0).sqrt_().add_(half))
 
 
-def _start_(gain: Batch, mean: Batch, gradient: Batch, c: _Numbers) -> list[tuple[int, Tensor]]:
-    """Start filters at their first gradient; return where weights still wait for one, as the paper's never do."""
+def _fill_(batch: Batch, masks: list[tuple[int, Tensor]], value: float) -> None:
+    """Write a value where a mask is true; each mask comes with the index of its tensor."""
+    for index, mask in masks:
+        batch.replace_(index, batch.tensors[index].masked_fill(mask, value))
+
+
+def _start_(gain: Batch, mean: Batch, gradient: Batch, coefficients: Coefficients) -> list[tuple[int, Tensor]]:
+    """Start filters at their first gradient; return masks of the weights that still wait for one.
+
+    Each mask comes with the index of its tensor. In the paper, filters do not wait.
+    """
     waiting = []
-    for place in gain.may_be_zero(c.decide):
-        now, g = gain.tensors[place], gradient.tensors[place]
-        unstarted = is_unstarted(now, mean.tensors[place])
-        gain.replace_(place, torch.where(unstarted, c.start(g), now))
-        if c.exact:
-            waiting.append((place, unstarted & (g == 0)))
+    for index in gain.find_zeros(coefficients.may_sync):
+        before, g = gain.tensors[index], gradient.tensors[index]
+        unstarted = is_unstarted(before, mean.tensors[index])
+        gain.replace_(index, torch.where(unstarted, coefficients.start(g), before))
+        if coefficients.exact:
+            waiting.append((index, unstarted & (g == 0)))
     return waiting

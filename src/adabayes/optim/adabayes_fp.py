@@ -1,43 +1,58 @@
-"""AdaBayes-FP: AdaBayes with every gain at its fixed point; AdamW whose epsilon has a meaning."""
+"""AdaBayes-FP: AdaBayes with every gain at its fixed point, that is, AdamW with an epsilon that has a meaning."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from adabayes.filtering import fixed_point
-from adabayes.optim._checks import explains_unknown
-from adabayes.optim._engine import Batch, Group, Step
-from adabayes.optim._fused import Kernel
-from adabayes.optim._state import Entry, own_state
-from adabayes.optim._tensors import Scalar, as_float, real_view
-from adabayes.optim._two_rates import TwoRateOptimizer
+from adabayes._util.averages import bias_correction
+from adabayes._util.tensors import Scalar, as_float
+from adabayes.kernels.coefficients import ADABAYES_FP
+from adabayes.kernels.plan import compute_step
+from adabayes.optim._engine.batch import Batch, Step
+from adabayes.optim._engine.explain import explains_unknown
+from adabayes.optim._engine.fixed_point import FixedPointOptimizer, crossover
+from adabayes.optim._engine.state import Entry, Group, settings_of
 
-__all__ = ["AdaBayesFP"]
+__all__ = ["AdaBayesFP", "adabayes_fp_rule", "adabayes_fp_steps"]
 
 
-class _Numbers(NamedTuple):
-    """The numbers of one step."""
+def adabayes_fp_rule(gradient: Batch, mean: Batch, mean_square: Batch, coefficients: Any, t: Scalar) -> Step:
+    r"""Update both averages and return the step of AdaBayes-FP.
 
-    rate: Scalar  # lr
+    .. math:: m = \beta_1 m + (1 - \beta_1) g, \qquad v = \beta_2 v + (1 - \beta_2) g^2, \qquad
+              u = \frac{\hat m}{\epsilon/2 + \sqrt{\epsilon^2/4 + \hat v}}
+
+    The step is :math:`\text{lr}\,u`. With ``cautious``, :math:`u = 0` where :math:`m` and :math:`g` disagree in sign.
+    With ``centred``, :math:`v` averages :math:`(g - m)^2`, with the old :math:`m`.
+    """
+    seen = gradient.sub(mean) if coefficients.centred else gradient
+    mean.lerp_(gradient, 1 - coefficients.beta1)
+    mean_square.mul_(coefficients.beta2).addcmul_(seen, seen, 1 - coefficients.beta2)
+    # Multiply numerator and denominator by the root of v's bias correction, so that v is used as is.
+    root = bias_correction(coefficients.beta2, t) ** 0.5
+    half = root * (coefficients.eps / 2)
+    denominator = mean_square.add(half * half).sqrt_().add_(half)
+    moving = mean.zero_disagreeing(gradient) if coefficients.cautious else mean
+    return Step(moving, denominator, size=coefficients.lr * root / bias_correction(coefficients.beta1, t))
+
+
+class Coefficients(NamedTuple):
+    """The scalars of one step."""
+
+    lr: Scalar
     beta1: float
     beta2: float
-    eps: float  # lr / lr_sgd: the gradient at which SGD gives way to Adam, in the units of the gradients given
+    eps: float
     cautious: bool
     centred: bool
 
 
-SETTLED = Kernel(
-    "adabayes_fp_step",
-    "exp_avg_sq",
-    lambda c: {"eps": c.eps, "centred": c.centred, "cautious": c.cautious},
-)
-
-
-class AdaBayesFP(TwoRateOptimizer):
+class AdaBayesFP(FixedPointOptimizer):
     r"""AdaBayes-FP (Aitchison, 2020), Algorithm 2: AdaBayes with the gain at its fixed point.
 
     .. math::
@@ -65,9 +80,8 @@ class AdaBayesFP(TwoRateOptimizer):
         batch_size: needed with ``reduction="sum"``; otherwise it cancels.
         cautious: move only weights whose averaged gradient has the sign of the newest one. Steps are shorter then: the
             best ``lr`` is about twice as high.
-        centred: average the squares of what the average did not predict, :math:`(g_t - m_{t-1})^2`, in place of
-            :math:`g_t^2`. It vanishes where gradients have no noise, and with it the bound on the step: do not use it
-            with full batches.
+        centred: average :math:`(g_t - m_{t-1})^2` instead of :math:`g_t^2`. Where gradients have no noise, this average
+            vanishes, and steps are not bounded: do not use it with full batches.
         maximize: ascend instead of descend.
         foreach: work on all tensors at once. None: whenever that is possible and there is no kernel.
         fused: use a kernel. None: on the CPU, if it was built and supports the parameters. On a GPU only if True,
@@ -94,7 +108,7 @@ class AdaBayesFP(TwoRateOptimizer):
     """
 
     STATE = {"exp_avg": Entry(), "exp_avg_sq": Entry()}  # noqa: RUF012
-    KERNEL: ClassVar[Kernel | None] = SETTLED
+    KERNEL = ADABAYES_FP
 
     @explains_unknown
     def __init__(
@@ -118,59 +132,30 @@ class AdaBayesFP(TwoRateOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_sgd": lr_sgd,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "reduction": reduction,
-            "batch_size": batch_size,
-            "cautious": cautious,
-            "centred": centred,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "state_dtype": state_dtype,
-            "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, settings_of(locals()))
 
-    def direction(self, gradient: Batch, state: dict[str, Batch], c: Any, t: Scalar) -> Step:
-        mean, mean_square = state["exp_avg"], state["exp_avg_sq"]
-        seen = gradient.sub(mean) if c.centred else gradient
-        mean.lerp_(gradient, 1 - c.beta1)
-        mean_square.mul_(c.beta2).addcmul_(seen, seen, 1 - c.beta2)
-        # lr m / (eps/2 + sqrt(eps^2/4 + v)), above and below times the root of v's bias correction: so v is taken as is
-        root = (1 - c.beta2**t) ** 0.5
-        half = root * (c.eps / 2)
-        denominator = mean_square.add(half * half).sqrt_().add_(half)
-        moving = mean.agreeing(gradient) if c.cautious else mean
-        return Step(moving, denominator, size=c.rate * root / (1 - c.beta1**t))
+    def direction(self, gradient: Batch, state: dict[str, Batch], coefficients: Coefficients, t: Scalar) -> Step:
+        return adabayes_fp_rule(gradient, state["exp_avg"], state["exp_avg_sq"], coefficients, t)
 
-    def numbers(self, group: Group, lr: Scalar) -> Any:
+    def coefficients(self, group: Group, lr: Scalar) -> Coefficients:
         beta1, beta2 = group["betas"]
-        return _Numbers(lr, beta1, beta2, self._eps(group), group["cautious"], group["centred"])
-
-    @staticmethod
-    def _eps(group: Group) -> float:
-        eps: float = group["base_lr"] / group["lr_sgd"]
-        return eps * group["batch_size"] if group["reduction"] == "sum" else eps
+        return Coefficients(lr, beta1, beta2, crossover(group), group["cautious"], group["centred"])
 
     def _warm_state(self, adamw: dict[str, Any], group: Group, beta2: float) -> dict[str, Any]:
         return {name: adamw[name] for name in ("step", *self.STATE)}
 
-    @torch.no_grad()
-    def mean_square(self, param: Tensor) -> Tensor:
-        """Return the averaged squared gradient of each weight, of the mean loss."""
-        group, state = self._group_of(param), own_state(self)[param]
-        average: Tensor = real_view(state["exp_avg_sq"]) / (1 - group["betas"][1] ** as_float(state["step"]))
-        return average * self.mean_factor(group) ** 2
 
-    def _relative_gain(self, group: Group, state: dict[str, Any]) -> Tensor:
-        mean_square = real_view(state["exp_avg_sq"]) / (1 - group["betas"][1] ** as_float(state["step"]))
-        # With the gradient in units of the crossover, both learning rates are 1.
-        gain: Tensor = fixed_point(mean_square / self._eps(group) ** 2, 1.0, 1.0)
-        return gain
+def adabayes_fp_steps(
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    mean_squares: Sequence[Tensor],
+    coefficients: Any,
+    t: Scalar,
+    fused: bool | None,
+) -> list[Tensor]:
+    """Update both averages in place and return the steps, by a kernel where there is one."""
+    steps = compute_step(ADABAYES_FP, gradients, means, mean_squares, coefficients, as_float(t), fused)
+    if steps is None:
+        gradient, mean, mean_square = (Batch(x, in_place=True) for x in (gradients, means, mean_squares))
+        steps = adabayes_fp_rule(gradient, mean, mean_square, coefficients, t).value().tensors
+    return steps

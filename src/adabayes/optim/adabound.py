@@ -1,4 +1,4 @@
-"""AdaBound and AMSBound: Adam whose learning rate is clipped between bounds that close in on SGD's."""
+"""AdaBound and AMSBound: Adam with a learning rate clipped between bounds that converge to SGD's."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from adabayes.optim._checks import check_range
-from adabayes.optim._engine import Batch, EngineOptimizer, Group, Step
-from adabayes.optim._state import Entry
-from adabayes.optim._tensors import Scalar
+from adabayes._util.averages import bias_correction
+from adabayes._util.checks import check_range
+from adabayes._util.tensors import Scalar
+from adabayes.optim._engine.batch import Batch, Step
+from adabayes.optim._engine.state import Entry, Group, settings_of
+from adabayes.optim._engine.step import EngineOptimizer
 
 __all__ = ["AdaBound"]
 
 
-class _Numbers(NamedTuple):
-    """The numbers of one step; some are tensors while a graph is captured."""
+class Coefficients(NamedTuple):
+    """The scalars of one step; some are tensors while a graph is captured."""
 
     lr: Scalar
     final_lr: Scalar
@@ -34,7 +36,7 @@ class _Numbers(NamedTuple):
 
 
 class AdaBound(EngineOptimizer):
-    r"""AdaBound, and AMSBound with ``amsbound=True`` (Luo et al., 2019): the paper's rivals.
+    r"""AdaBound, and AMSBound with ``amsbound=True`` (Luo et al., 2019): baselines of the paper.
 
     .. math::
         \begin{aligned}
@@ -45,15 +47,15 @@ class AdaBound(EngineOptimizer):
         \theta_t &= \theta_{t-1} - \eta_t \, m_t
         \end{aligned}
 
-    The arithmetic is that of the authors' package ``adabound``, in which AMSBound's maximum has no bias correction. A
+    It computes the same as the authors' package ``adabound``, where AMSBound's maximum has no bias correction. A
     schedule scales ``final_lr`` with ``lr``.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
         lr: Adam's learning rate.
         betas: decay of the averaged gradient and of its averaged square.
-        final_lr: SGD's learning rate, on which the bounds close in.
-        gamma: how fast they close in; 0 is Adam.
+        final_lr: SGD's learning rate, to which the bounds converge.
+        gamma: how fast they converge; 0 is Adam.
         eps: added to the denominator.
         weight_decay: coupled: ``weight_decay * weight`` is added to the gradient (an L2 penalty).
         amsbound: divide by the largest ``v`` so far.
@@ -98,37 +100,23 @@ class AdaBound(EngineOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "final_lr": final_lr,
-            "gamma": gamma,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsbound": amsbound,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "state_dtype": state_dtype,
-            "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, settings_of(locals()))
 
-    def direction(self, gradient: Batch, state: dict[str, Batch], c: _Numbers, t: Scalar) -> Step:
-        mean = state["exp_avg"].mul_(c.beta1).add_(gradient, alpha=1 - c.beta1)
-        mean_square = state["exp_avg_sq"].mul_(c.beta2).addcmul_(gradient, gradient, 1 - c.beta2)
+    def direction(self, gradient: Batch, state: dict[str, Batch], coefficients: Coefficients, t: Scalar) -> Step:
+        mean = state["exp_avg"].mul_(coefficients.beta1).add_(gradient, alpha=1 - coefficients.beta1)
+        mean_square = state["exp_avg_sq"].mul_(coefficients.beta2).addcmul_(gradient, gradient, 1 - coefficients.beta2)
         if "max_exp_avg_sq" in state:
             mean_square = state["max_exp_avg_sq"].maximum_(mean_square)
-        adams = c.lr * (1 - c.beta2**t) ** 0.5 / (1 - c.beta1**t)
-        rates = mean_square.sqrt().add_(c.eps).reciprocal_().mul_(adams).clamp_(*c.bounds(t))
+        adam_lr = (
+            coefficients.lr * bias_correction(coefficients.beta2, t) ** 0.5 / bias_correction(coefficients.beta1, t)
+        )
+        rates = mean_square.sqrt().add_(coefficients.eps).reciprocal_().mul_(adam_lr).clamp_(*coefficients.bounds(t))
         return Step(rates.mul_(mean))
 
-    def numbers(self, group: Group, lr: Scalar) -> _Numbers:
+    def coefficients(self, group: Group, lr: Scalar) -> Coefficients:
         final_lr = group["final_lr"] * lr / group["base_lr"]  # follows the schedule
         beta1, beta2 = group["betas"]
-        return _Numbers(lr, final_lr, group["gamma"], beta1, beta2, group["eps"])
+        return Coefficients(lr, final_lr, group["gamma"], beta1, beta2, group["eps"])
 
     def _entries(self, group: Group, p: Tensor) -> dict[str, Entry]:
         return {**self.STATE, "max_exp_avg_sq": Entry()} if group["amsbound"] else self.STATE

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from adabayes._util.missing_extra import missing_extra
 from adabayes.lab.data import download, formats
 from adabayes.lab.data.examples import Data, Images, Points, Text, Vectors, split
 from adabayes.lab.data.formats import DataError
@@ -99,7 +100,7 @@ def _digits(data: Path | None) -> Images:
     # The file comes with scikit-learn, which is not imported: that takes a second.
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
-        raise ImportError("the digits come with scikit-learn: pip install '.[lab]' in the folder of AdaBayes")
+        raise missing_extra("the digits come with scikit-learn", "lab")
     path = Path(package.origin).parent / "datasets/data/digits.csv.gz"
     table = formats.read_csv(path, (1797, 65), highest=16)
     pixels, labels = table[:, :-1], table[:, -1]

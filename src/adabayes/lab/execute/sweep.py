@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from adabayes._signals import Stopped, handled
+from adabayes._util.signals import Stopped, handled
 from adabayes.lab import data, schema
 from adabayes.lab.data import Data
 from adabayes.lab.execute import threads
@@ -44,7 +44,7 @@ class Stop:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Handle signals as requests, and raise :class:`~adabayes._signals.Stopped` once one was followed."""
+        """Handle signals as requests, and raise :class:`~adabayes._util.signals.Stopped` once one was followed."""
         with handled(self._handle):
             try:
                 yield

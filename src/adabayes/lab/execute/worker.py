@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from adabayes._signals import Stopped
+from adabayes._util.signals import Stopped
 from adabayes.lab.execute import sweep
 from adabayes.lab.run.folder import RunFolder
 from adabayes.lab.run.training import Watch

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from adabayes._util.missing_extra import missing_extra
 from adabayes.diagnostics import Points, draw_rates
 from adabayes.lab.display import tracked
 from adabayes.lab.run.files import write_atomically
@@ -23,7 +24,7 @@ try:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator, NullFormatter
 except ImportError as error:
-    raise ImportError("figures are drawn with matplotlib: pip install '.[lab]' in the folder of AdaBayes") from error
+    raise missing_extra("figures are drawn with matplotlib", "lab") from error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

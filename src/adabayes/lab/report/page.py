@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from adabayes._util.missing_extra import missing_extra
 from adabayes.lab.run.folder import write_atomically
 
 __all__ = ["write"]
@@ -19,7 +20,7 @@ def write(name: str, title: str, content: dict[str, Any], path: Path) -> Path:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ImportError("pages need Plotly: pip install '.[lab]' in the folder of AdaBayes") from error
+        raise missing_extra("pages need Plotly", "lab") from error
     parts = {
         "TITLE": html.escape(title),
         "STYLE": _resource("page.css"),

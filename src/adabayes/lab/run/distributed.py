@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adabayes.lab.run import shards
 from adabayes.lab.run.folder import RunFolder, load_tree, save_tree
-from adabayes.optim._state import StatefulOptimizer
 from adabayes.optim.adabayes_k import AdaBayesK
+from adabayes.optim.extend import StatefulOptimizer
 
 # Modules that take half a second to import, and that several processes alone need, are imported where they are used.
 

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from adabayes._util.missing_extra import missing_extra
 from adabayes.lab.run.files import room_for
 from adabayes.lab.run.folder import RunFolder
 
 try:
     from torch.utils.tensorboard import SummaryWriter
 except ImportError as error:
-    raise ImportError(
-        "--tensorboard needs one more package: pip install '.[tensorboard]' in the folder of AdaBayes"
-    ) from error
+    raise missing_extra("--tensorboard needs one more package", "tensorboard") from error
 
 __all__ = ["Events", "catch_up"]
 

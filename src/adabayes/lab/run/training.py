@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from adabayes import __version__, diagnostics
-from adabayes._machine import processor
+from adabayes._util.machine import processor
 from adabayes.bench.torch_steps import state_bytes
-from adabayes.lab import models, optimizers
+from adabayes.lab import compatibility, models, optimizers
 from adabayes.lab.data import Data, DataError
 from adabayes.lab.protocol import ProtocolError, Spec, lr_factor
 from adabayes.lab.run.distributed import Ranks
 from adabayes.lab.run.folder import RunFolder
-from adabayes.optim._two_rates import TwoRateOptimizer
+from adabayes.optim.extend import TwoRateOptimizer
 
 if TYPE_CHECKING:
     from adabayes.lab.run.events import Events
@@ -136,14 +136,6 @@ class _Position:
     seconds: float = 0.0
     earlier: float = 0.0  # seconds of the epochs before
 
-    @classmethod
-    def of(cls, saved: dict[str, Any]) -> _Position:
-        """Read the position from a checkpoint. Version 0.1 counted wrong answers."""
-        rest = dict(saved)
-        if "wrong" in rest:
-            rest["errors"] = [rest.pop("wrong")]
-        return cls(**rest)
-
 
 class _Run:
     def __init__(
@@ -191,7 +183,7 @@ class _Run:
             self.trainer.load({**of, "state_dict": ranks.scattered(of["state_dict"], self.optimizer)})
             if self.observer and saved["observer"]:
                 self.observer.load_state_dict(saved["observer"])
-            self.at = _Position.of(saved["position"])
+            self.at = _Position(**compatibility.complete_position(saved["position"]))
         self.events: Events | None = None
         if tensorboard and ranks.is_first:
             from adabayes.lab.run.events import Events
@@ -510,13 +502,12 @@ def _note_environment(folder: RunFolder, data: Data, ranks: Ranks) -> None:
     now = environment() | {"data": data.fingerprint(), "processes": ranks.world}
     starts = folder.read("environment.json") or []
     if starts:
-        last = starts[-1]
+        last = compatibility.complete_start(starts[-1])
         if last["data"] != now["data"]:
             raise DataError(
                 f"{folder.path} was begun with other data ({last['data']}, now {now['data']}). For a text that is "
                 "Python's own library: go on with the same Python, or choose another --out."
             )
-        last.setdefault("processes", 1)
         changed = [key for key in ("torch", "threads", "processes", "adabayes") if last[key] != now[key]]
         if changed:
             what = ", ".join(f"{key} {last[key]} then, {now[key]} now" for key in changed)

@@ -14,7 +14,7 @@ from scipy.linalg import sqrtm
 from scipy.signal import lfilter
 
 from adabayes import AdaBayesFP, AdaBayesK, filtering, matrix_filtering
-from adabayes.eigenbasis import basis_of, rotate
+from adabayes.eigenbasis import eigenvectors, rotate
 from adabayes.filtering import Dynamics
 from adabayes.lab.theory.claims import Check, Floats, Topic, relative, worst
 
@@ -55,7 +55,7 @@ def matrix() -> Topic:
 
     # The basis from two small factors, the expected G Gᵀ and Gᵀ G.
     cells = H.reshape(ROWS, COLUMNS, ROWS, COLUMNS)
-    bases = basis_of(np.einsum("ikjk->ij", cells)), basis_of(np.einsum("kikj->ij", cells))
+    bases = eigenvectors(np.einsum("ikjk->ij", cells)), eigenvectors(np.einsum("kikj->ij", cells))
     Q = np.kron(*bases)
     diagonal = Q.T @ H @ Q
     h = np.diag(diagonal)
@@ -120,7 +120,7 @@ def rotation() -> Topic:
     w = _learned_by_sgd(random, H, lr, steps)
     inside, outside = np.arange(size) < WEIGHTS, np.arange(size) >= WEIGHTS
     Q = np.eye(size)
-    Q[:WEIGHTS, :WEIGHTS] = basis_of(H[:WEIGHTS, :WEIGHTS])
+    Q[:WEIGHTS, :WEIGHTS] = eigenvectors(H[:WEIGHTS, :WEIGHTS])
     step = lr**2 * (H + lr * H @ H @ np.linalg.inv(2 * np.eye(size) - lr * H))  # covariance of a step of w, settled
 
     def optima(basis: Floats, of: NDArray[np.bool_]) -> Floats:

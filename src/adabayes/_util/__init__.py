@@ -1,0 +1,1 @@
+"""Private utilities that every layer may import."""

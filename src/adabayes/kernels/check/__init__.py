@@ -1,0 +1,1 @@
+"""Checks of the compiled kernels, without a GPU."""

@@ -1,0 +1,1 @@
+"""The kernels for CPUs: plain C, called through ctypes."""

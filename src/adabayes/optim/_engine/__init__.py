@@ -1,0 +1,1 @@
+"""The engine: everything about a step except its mathematics."""

@@ -1,0 +1,43 @@
+"""Completes state dicts that lack what this version saves.
+
+They come from version 0.1, or were pruned or written by hand. An optimizer calls these functions from ``__setstate__``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["has_number_as_step", "lacks_lr_sgd", "missing_settings", "original_lr"]
+
+
+def missing_settings(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that a loaded group lacks, with the optimizer's defaults.
+
+    Version 0.1 saved AdaBayes-FP without ``cautious`` and ``centred``, and AdaBound without ``state_dtype``,
+    ``stochastic_rounding`` and ``seed``. Pruned groups may lack any setting.
+    """
+    return {name: default for name, default in defaults.items() if name not in group}
+
+
+def original_lr(group: dict[str, Any]) -> Any:
+    """Return the learning rate without a schedule of a loaded group that has no ``base_lr``.
+
+    All versions save ``base_lr``, but pruned groups may lack it. torch's schedulers keep the same rate as
+    ``initial_lr``.
+    """
+    return group.get("initial_lr", group["lr"])
+
+
+def lacks_lr_sgd(group: dict[str, Any]) -> bool:
+    """Tell whether a loaded group has no ``lr_sgd``, as pruned groups may; all versions save it."""
+    return group.get("lr_sgd") is None
+
+
+def has_number_as_step(state: dict[str, Any]) -> bool:
+    """Tell whether the step count of a loaded parameter is a Python number, as in state written by hand.
+
+    All versions save a tensor.
+    """
+    return bool(state) and not isinstance(state["step"], Tensor)

@@ -1,0 +1,1 @@
+"""Everything about AdaBayes-K except its rule."""
