@@ -768,3 +768,18 @@ def test_settings_given_as_floats_work_as_integers() -> None:
     optimizer.param_groups[0]["refresh"] = 2.5
     with pytest.raises(ValueError, match=r"Invalid refresh: 2\.5\. It must be an integer"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("form", [{}, {"fused": False}, {"foreach": False, "fused": False}])
+def test_a_step_inside_autocast_equals_one_outside(form: dict[str, Any]) -> None:
+    weights = []
+    for enabled in (True, False):
+        torch.manual_seed(0)
+        w, b = torch.randn(6, 4), torch.zeros(6)
+        optimizer = AdaBayesK([w, b], **form)
+        for _ in range(4):
+            w.grad, b.grad = torch.randn(6, 4), torch.randn(6)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                optimizer.step()
+        weights.append(w)
+    torch.testing.assert_close(*weights, rtol=0, atol=0)

@@ -244,7 +244,8 @@ class AdaBayesK(FixedPointOptimizer):
 
     @_disable_dynamo  # refreshes depend on the step count
     def _step_group(self, group: Group) -> None:
-        super()._step_group(group)
+        with torch._C._DisableAutocast():  # matrix products keep the precision of the state
+            super()._step_group(group)
 
     # Sharded parameters
 
