@@ -40,7 +40,7 @@ def adabayes(
     beta1: float = 0.9,
     lam: float | Callable[[int], float] = 0.0,
 ) -> Iterator[tuple[Float64, Float64]]:
-    """Algorithm 1, AdaBayes."""
+    """Iterate Algorithm 1, AdaBayes; yield the weights and their posterior variances after each step."""
     mu = np.array(mu, dtype=np.float64)
     m = np.zeros_like(mu)
     s2_post = np.full_like(mu, _at(lr_sgd, 1) / minibatch_size)
@@ -69,7 +69,10 @@ def adabayes_fp(
     beta2: float = 0.999,
     lam: float | Callable[[int], float] = 0.0,
 ) -> Iterator[tuple[Float64, Float64]]:
-    """Algorithm 2, AdaBayes-FP. The paper assigns the right-hand side of line 11 to ``s2_post``; it is the inverse."""
+    """Iterate Algorithm 2, AdaBayes-FP; yield the weights and their posterior variances after each step.
+
+    The paper assigns the right-hand side of line 11 to ``s2_post``, but it is the inverse of ``s2_post``.
+    """
     mu = np.array(mu, dtype=np.float64)
     m = np.zeros_like(mu)
     v = np.zeros_like(mu)

@@ -53,7 +53,9 @@ class Blocks(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def cut(shape: tuple[int, ...], block_size: int, max_size: int) -> Blocks | None:
-    """Return the blocks of a parameter. Return None for vectors and scalars, which are not rotated.
+    """Return the blocks of a parameter, or None if no side is rotated.
+
+    Vectors, scalars and empty arrays are not rotated, nor are sides of size 1 or above ``max_size``.
 
     A convolution is a matrix, out x (in * height * width). Sides above ``block_size`` are cut into chunks of equal
     size. A side above ``max_size``, such as a vocabulary, is neither cut nor rotated.

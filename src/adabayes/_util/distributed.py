@@ -10,6 +10,9 @@ __all__ = ["num_rank_orders"]
 
 
 def num_rank_orders() -> int:
-    """Return the number of rank orders to use for process groups: 1 before torch 2.13, which always sorts ranks."""
+    """Return how many orders of ranks process groups may use.
+
+    Before torch 2.13, the ranks of a group are always sorted, so there is only one order.
+    """
     keeps_order = dist.is_available() and "sort_ranks" in inspect.signature(dist.new_group).parameters
     return 8 if keeps_order else 1

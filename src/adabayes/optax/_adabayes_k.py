@@ -223,12 +223,12 @@ def adabayes_k(
 ) -> optax.GradientTransformation:
     """Create an AdaBayes-K optimizer: the paper's filter for weight matrices, in the eigenbasis of their gradients.
 
-    It computes the same numbers as :class:`adabayes.AdaBayesK`, whose documentation explains the method. Use it for all
-    parameters of a model, in place of ``optax.adamw``: vectors and scalars get AdaBayes-FP.
+    The documentation of :class:`adabayes.AdaBayesK` explains the method. Here, matrices are not cut into blocks: the
+    results are those of torch with a ``block_size`` of ``max_size``. Use it for all parameters of a model, in place of
+    ``optax.adamw``: vectors and scalars get AdaBayes-FP.
 
     The last axis of an array is that of the outputs, as in Flax. A convolution is a matrix, (height * width * in) x
-    out. torch has outputs along the first axis, so its matrices are the transposes of these. Matrices are not cut into
-    blocks: the numbers are those of torch with a ``block_size`` of ``max_size``.
+    out. torch has outputs along the first axis, so its matrices are the transposes of these.
 
     Args:
         learning_rate: a number, a schedule or a traced array. Begin with five times that of ``optax.adamw``.

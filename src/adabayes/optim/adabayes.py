@@ -166,7 +166,7 @@ class AdaBayes(TwoRateOptimizer):
     def coefficients(self, group: Group, lr: Scalar) -> Coefficients | None:
         exact = group["dynamics"] == "exact"
         if not exact and not isinstance(lr, Tensor) and lr == 0:
-            return None  # the paper would divide by zero
+            return None  # skip the step: the paper's dynamics would divide by zero
         base_lr, lr_sgd = group["base_lr"], group["lr_sgd"]
         batch_size = batch_size_of(group["batch_size"], base_lr)
         schedule = lr / base_lr
@@ -175,7 +175,7 @@ class AdaBayes(TwoRateOptimizer):
         if exact:  # the filter runs at the base rates, and the schedule scales the step
             flow = ornstein_uhlenbeck(k, lr_sgd)
             step_scale, asymptotic_gain = schedule * to_mean, lr_sgd
-        else:  # the schedule is part of the filter, which continues at lr = 0 while the weights stop
+        else:  # the schedule is part of the filter
             k, lr_sgd = k * schedule, lr_sgd * schedule
             if not isinstance(k, Tensor) and k == 2:
                 k = math.nextafter(k, 0)  # at 2 nothing is forgotten, and the gain has no limit

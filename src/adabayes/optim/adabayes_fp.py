@@ -47,7 +47,7 @@ class Coefficients(NamedTuple):
     lr: Scalar
     beta1: float
     beta2: float
-    eps: float
+    eps: float  # lr / lr_sgd, in the units of the given gradients
     cautious: bool
     centred: bool
 

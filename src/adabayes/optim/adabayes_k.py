@@ -54,9 +54,11 @@ def adabayes_k_rule(
         \end{aligned}
 
     Hats denote debiased averages, :math:`\hat M = M / (1 - \beta_1^t)`. At the first step, :math:`Q_A` and :math:`Q_C`
-    are the eigenvectors of :math:`A` and :math:`C`. Later, the factors learn every ``learn_every`` steps, alternating,
-    with :math:`\beta_2` to that power, and the bases of due matrices are refreshed: :math:`M` is rotated into the new
-    bases, and :math:`V` is reordered and raised to its lower bound.
+    are the eigenvectors of :math:`A` and :math:`C`. With ``cautious``, :math:`U' = 0` where :math:`M` and :math:`G'`
+    disagree in sign. With ``centred``, :math:`V` averages :math:`(G' - M)^2`, with the old :math:`M`. Later, the
+    factors learn every ``learn_every`` steps, alternating, with :math:`\beta_2` to that power, and the bases of due
+    matrices are refreshed: :math:`M` is rotated into the new bases, and :math:`V` is reordered and raised to its lower
+    bound.
 
     Args:
         G: the gradients, which are not changed.
@@ -83,7 +85,7 @@ class Coefficients(NamedTuple):
     lr: Scalar
     beta1: float
     beta2: float
-    eps: float  # lr / lr_sgd
+    eps: float  # lr / lr_sgd, in the units of the given gradients
     cautious: bool
     centred: bool
     learn_every: int
@@ -115,14 +117,15 @@ class AdaBayesK(FixedPointOptimizer):
 
     :math:`A` and :math:`C` learn every ``learn_every`` steps, alternating, with :math:`\beta_2` to that power. Every
     ``refresh`` steps, :math:`Q_A \leftarrow \text{qr}(A Q_A)`, and :math:`Q_C` likewise; :math:`M` is rotated into the
-    new bases, and :math:`V` is reordered. Different matrices are refreshed at different steps. In the beginning, when
-    :math:`A` and :math:`C` average few gradients, both happen more often: after an eighth of the steps so far, rounded
+    new bases, and :math:`V` is reordered. Different matrices are refreshed at different steps. In the beginning,
+    :math:`A` and :math:`C` average few gradients, so both intervals are shorter: an eighth of the steps so far, rounded
     down to a power of two. After a refresh, :math:`V` is raised to the least value that is possible with the new
     :math:`M` (:func:`adabayes.eigenbasis.least_ratio`), except with ``centred``.
 
-    The limit of an infinite ``lr_sgd`` is SOAP, the full-matrix root-mean-square normaliser; the limit of an infinite
-    ``lr`` is SGD. In directions without earlier gradients, SOAP would divide noise by noise, so it skips its first
-    step. Here ``lr_sgd`` bounds the gain, and no step is skipped.
+    The limit of an infinite ``lr_sgd`` is the full-matrix root-mean-square normaliser: SOAP, if ``cautious`` is False,
+    ``learn_every`` is 1, and :math:`V` stays above its lower bound. The limit of an infinite ``lr`` is SGD. In
+    directions without earlier gradients, SOAP would divide noise by noise, so it skips its first step. Here ``lr_sgd``
+    bounds the gain, and no step is skipped.
 
     Use it for all parameters of a model, in place of AdamW. Matrices and convolutions, seen as out x rest, are cut into
     blocks of at most ``block_size`` on each side, and each block is rotated by itself. A side above ``max_size``, such
@@ -215,7 +218,7 @@ class AdaBayesK(FixedPointOptimizer):
     def direction(self, gradient: Batch, state: dict[str, Batch], coefficients: Coefficients, t: Scalar) -> Step:
         step_count = int(as_float(t))
         layouts = [coefficients.layouts[p] for p in gradient.params]
-        if layouts[0].blocks is None:  # vectors and scalars
+        if layouts[0].blocks is None:  # not rotated
             averages = state["exp_avg"].tensors, state["exp_avg_sq"].tensors
             steps = adabayes_fp_steps(gradient.tensors, *averages, coefficients, step_count, coefficients.fused)
             return Step(Batch(steps, in_place=True))

@@ -67,7 +67,8 @@ class EngineOptimizer(StatefulOptimizer):
             gradient: the gradients, which must not be changed.
             state: the entries of ``STATE`` by name, in fp32 or float64, to be updated.
             coefficients: the result of :meth:`coefficients`.
-            t: the step count, from 1; a vector with the count of each tensor while a graph is captured or compiled.
+            t: the step count, from 1. While a graph is captured or compiled, it is a tensor: in the foreach form, a
+                vector with the count of each tensor.
         """
         raise NotImplementedError
 

@@ -129,7 +129,8 @@ class TwoRateOptimizer(EngineOptimizer):
         Create this optimizer with the groups and the learning rate that AdamW was created with: the peak, if there is a
         schedule. Settings that both optimizers have are copied from AdamW: the present learning rate, the scheduler's
         entries, weight decay, momentum. Settings that only this optimizer has are kept. AdaBayes-FP uses AdamW's
-        average of squared gradients; AdaBayes sets its gain to the fixed point. AMSGrad's maximum is dropped, and so is
+        average of squared gradients; AdaBayes sets its gain to the fixed point; AdaBayes-K treats AdamW's averages
+        of a matrix as its first gradient, and counts steps from there. AMSGrad's maximum is dropped, and so is
         the L2 penalty of Adam, which has no equivalent here.
 
         Examples:

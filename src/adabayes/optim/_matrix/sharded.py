@@ -51,7 +51,7 @@ class Owners:
     """The owners of an optimizer's sharded matrices, and the process groups in which they exchange shards."""
 
     def __init__(self) -> None:
-        self._firsts: dict[Tensor, int | None] = {}  # None for a vector, whose state is sharded like the vector
+        self._firsts: dict[Tensor, int | None] = {}  # None if it is not rotated: its state is sharded alike
         self._loads: dict[tuple[int, ...], list[int]] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         self._meshes: dict[tuple[Any, ...], Any] = {}
@@ -89,13 +89,13 @@ class Owners:
         """Convert an entry of state, unsharded or sharded in another way, to this process's storage format."""
         from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-        is_vector = self._firsts[p] is None
-        mesh, placements = (p.device_mesh, p.placements) if is_vector else (self.mesh(p), (Shard(0),))
+        is_rotated = self._firsts[p] is not None
+        mesh, placements = (self.mesh(p), (Shard(0),)) if is_rotated else (p.device_mesh, p.placements)
         if isinstance(value, DTensor):
             if value.device_mesh == mesh and tuple(value.placements) == tuple(placements):
                 return value
             value = value.full_tensor()
-        if is_vector:
+        if not is_rotated:
             return distribute_tensor(value.to(p.device), mesh, placements)
         begin, end = self._owned_range(p, len(value))
         return self._shard_over_blocks(p, value[begin:end].to(p.device, copy=True), value.shape)
