@@ -70,7 +70,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._muon.param_groups[0].update({key: inner[key] for key in ("lr", "weight_decay")})
         self._muon.step()
         for p, flat in zip(inner["params"], self._flat):
-            if flat.data_ptr() != p.data_ptr():  # a convolution in channels_last layout, of which flat is a copy
+            if flat.data_ptr() != p.data_ptr():  # flat is a copy of a convolution in channels_last layout
                 p.copy_(flat.view_as(p))
         self._adamw.param_groups, self._adamw.state = [rest], self.state
         self._adamw.step()

@@ -51,7 +51,7 @@ class _File(io.FileIO):
 
 
 def _forgiving(stream: TextIO) -> TextIO:
-    """Return a forgiving stream to the same file; a stream without a file, or None, is returned as it is."""
+    """Return a forgiving stream to the same file; return None, or a stream without a file, unchanged."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     try:

@@ -231,9 +231,18 @@ class AdaBayesK(FixedPointOptimizer):
 
     def coefficients(self, group: Group, lr: Scalar) -> Coefficients:
         beta1, beta2 = group["betas"]
-        names = ("cautious", "centred", "learn_every", "refresh", "fused")
-        settings = {**{name: group[name] for name in names}, "refresh": int(group["refresh"])}
-        return Coefficients(lr, beta1, beta2, crossover(group), **settings, layouts=layouts_of(self.param_groups))
+        return Coefficients(
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            eps=crossover(group),
+            cautious=group["cautious"],
+            centred=group["centred"],
+            learn_every=group["learn_every"],
+            refresh=int(group["refresh"]),
+            fused=group["fused"],
+            layouts=layouts_of(self.param_groups),
+        )
 
     def _stack(self, params: Sequence[Tensor], layouts: Sequence[Layout]) -> LocalStack | ShardedStack:
         """Return how the blocks of these parameters are stacked: here, or at their owners if they are sharded."""
