@@ -18,12 +18,24 @@ from typing import Any
 
 from adabayes._util.arrays import namespace
 
-__all__ = ["carry_over", "eigenvectors", "factor", "least_ratio", "refresh", "reorder", "rotate"]
+__all__ = ["carry_over", "eigenvectors", "factor", "least_ratio", "limit", "refresh", "reorder", "rotate"]
+
+RAMP = 1e-5  # difference between the ramp's entries on the diagonal, which makes the first eigenvectors unique
+SHIFT = 1e-5  # multiple of the identity that is added to a factor when its basis is refreshed
+LARGEST_NORM = 1e37  # of a gradient, well below the largest number of fp32, 3.4e38
 
 Array = Any  # torch.Tensor | jax.Array
 Sides = tuple[
     Array | None, Array | None
 ]  # one array for each side, left and right; None for a side that is not rotated
+
+
+def limit(gradient: Array) -> Array:
+    """Scale down matrices whose norm could overflow, so that finite gradients stay finite when they are rotated."""
+    library = namespace(gradient)
+    m, n = gradient.shape[-2:]
+    largest = library.amax(abs(gradient), (-2, -1), keepdims=True)
+    return gradient * library.clip(LARGEST_NORM / (m * n) ** 0.5 / largest, None, 1.0)  # nan if one entry is infinite
 
 
 def factor(gradient: Array, side: int) -> Array:
@@ -42,23 +54,27 @@ def rotate(x: Array, bases: Sides, back: bool = False) -> Array:
 
 
 def eigenvectors(factor: Array) -> Array:
-    """Return the eigenvectors of a factor as columns, sorted by eigenvalue, largest first."""
+    """Return the eigenvectors of a factor as columns, sorted by eigenvalue, largest first.
+
+    The factor is scaled to a largest entry of 1, and a small ramp is subtracted from its diagonal: 0, 1, 2, ... times
+    ``RAMP``. Where the gradient has no component, the eigenvectors are then the weights' own axes, in order. Without
+    the ramp, rounding would choose them, and LAPACK in fp32 might not converge if most rows of a factor are zero.
+    """
     library = namespace(factor)
     scaled = _scale(factor)
     # As with any optimizer, a gradient of nan makes the weights nan; it should not raise an error here.
-    finite = library.where(scaled * 0 == 0, -scaled, 0.0)  # negated, because eigh sorts eigenvalues upwards
-    # LAPACK in fp32 may not converge if most rows are zero. Adding a multiple of the identity helps, and keeps the
-    # eigenvectors.
-    return library.linalg.eigh(finite - 1e-6 * _identity(factor))[1]
+    finite = library.where(scaled * 0 == 0, scaled, 0.0)
+    return library.linalg.eigh(RAMP * _count_diagonal(factor) - finite)[1]  # negated: eigh sorts eigenvalues upwards
 
 
 def refresh(factor: Array, basis: Array) -> tuple[Array, Array]:
-    r"""Take one step of orthogonal iteration, :math:`Q \leftarrow \text{qr}(A Q)`; return the basis and the order.
+    r"""Take one step of orthogonal iteration, :math:`Q \leftarrow \text{qr}(A Q + \delta Q)`; return basis and order.
 
-    The columns are first sorted by their Rayleigh quotients :math:`q^T A q`, largest first, because QR orthogonalises
+    The factor is scaled to a largest entry of 1. The small shift :math:`\delta` preserves the eigenvectors of the factor.
+    Directions without gradients keep their place; without the shift, rounding would choose new ones. The columns are first sorted by their Rayleigh quotients :math:`q^T A q`, largest first, because QR orthogonalises
     each column against those before it. The order maps new columns to old ones: :func:`reorder` applies it.
     """
-    product = _scale(factor) @ basis
+    product = _scale(factor) @ basis + SHIFT * basis
     order = (-(basis * product).sum(-2)).argsort(-1)
     return namespace(factor).linalg.qr(reorder(product, order, 1))[0], order
 
@@ -103,6 +119,8 @@ def _scale(factor: Array) -> Array:
     return factor / (largest + (largest == 0))
 
 
-def _identity(factor: Array) -> Array:
+def _count_diagonal(factor: Array) -> Array:
+    """Return a diagonal matrix with the entries 0, 1, 2, ..."""
+    library = namespace(factor)
     device = {} if hasattr(factor, "__array_namespace__") else {"device": factor.device}  # JAX's tracers have none
-    return namespace(factor).eye(factor.shape[-1], dtype=factor.dtype, **device)
+    return library.diag(library.arange(factor.shape[-1], dtype=factor.dtype, **device))

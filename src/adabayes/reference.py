@@ -99,6 +99,7 @@ def adabayes_k(
     lr_sgd: LearningRate,
     betas: tuple[float, float] = (0.9, 0.99),
     weight_decay: float = 0.0,
+    matrix_scale: float = 4.0,
     learn_every: int = 2,
     refresh: int = 10,
     offset: int = 0,
@@ -115,9 +116,11 @@ def adabayes_k(
         gradient: returns the gradient :math:`G` of the mean loss at the weights ``W`` and step ``t``.
         W: the initial weights, a matrix.
         lr: the learning rate: a constant, or a schedule of ``t``.
-        lr_sgd: the largest gain of a direction. A schedule must scale it together with ``lr``.
+        lr_sgd: the gain of a direction without gradients, before it is multiplied by ``matrix_scale``. A schedule must
+            scale it together with ``lr``.
         betas: :math:`\beta_1` and :math:`\beta_2`.
         weight_decay: decoupled, in AdamW's convention.
+        matrix_scale: factor of the steps, if any side is rotated.
         learn_every: steps between two updates of a factor; fewer at the beginning.
         refresh: steps between two refreshes of the bases; fewer at the beginning.
         offset: refresh the bases at the steps ``t`` for which ``t - offset`` is a multiple of the interval.
@@ -128,15 +131,16 @@ def adabayes_k(
 
     The first step moves all directions equally far, whatever the size of their gradients:
 
-    >>> steps = adabayes_k(lambda W, t: W, W=[[3.0, 0.0], [0.0, 1.0]], lr=0.1, lr_sgd=1e4)
+    >>> steps = adabayes_k(lambda W, t: W, W=[[3.0, 0.0], [0.0, 1.0]], lr=0.1, lr_sgd=1e4, matrix_scale=4)
     >>> next(steps).round(4).tolist()
-    [[2.9, 0.0], [0.0, 0.9]]
+    [[2.6, 0.0], [0.0, 0.6]]
     """
     W = np.array(W, dtype=np.float64)
     beta1, beta2 = betas
     M, V = np.zeros_like(W), np.zeros_like(W)
     Q_A, Q_C = np.eye(W.shape[0]), np.eye(W.shape[1])
     A, C = np.zeros_like(Q_A), np.zeros_like(Q_C)
+    scale = matrix_scale if sides else 1.0
     t = 0
     while True:
         t += 1
@@ -163,7 +167,7 @@ def adabayes_k(
         U_prime = M / (1 - beta1**t) / (eps / 2 + np.sqrt(eps**2 / 4 + V / (1 - beta2**t)))
         if cautious:
             U_prime = np.where(np.sign(M) == np.sign(G_prime), U_prime, 0.0)
-        W = (1 - eta * weight_decay) * W - eta * Q_A @ U_prime @ Q_C.T
+        W = (1 - eta * weight_decay) * W - scale * eta * Q_A @ U_prime @ Q_C.T
 
         # A refresh changes the bases, and M is rotated into the new ones. V is an average of squares, which cannot be
         # rotated: it is sorted as the bases are, and raised to the least value that is possible for the new M.
@@ -182,15 +186,26 @@ def adabayes_k(
 
 
 def _eigenvectors(A: Float64) -> Float64:
-    """Return the eigenvectors of a symmetric matrix as columns, sorted by eigenvalue, largest first."""
-    return np.linalg.eigh(A).eigenvectors[:, ::-1]
+    """Return the eigenvectors of a factor as columns, sorted by eigenvalue, largest first.
+
+    Where A has no component, a small decreasing diagonal selects the axes, in order.
+    """
+    return np.linalg.eigh(_scale(A) - 1e-5 * np.diag(np.arange(len(A)))).eigenvectors[:, ::-1]
 
 
 def _refresh(A: Float64, Q: Float64) -> tuple[Float64, NDArray[np.intp]]:
-    r"""Return :math:`\text{qr}(A Q)`, with columns sorted by :math:`q^T A q`, largest first, and their order."""
-    AQ = A @ Q
+    r"""Return :math:`\text{qr}(A Q)`, with columns sorted by :math:`q^T A q`, largest first, and their order.
+
+    A small shift keeps the columns in the null space of A in place.
+    """
+    AQ = (_scale(A) + 1e-5 * np.eye(len(A))) @ Q
     order = np.argsort(-np.sum(Q * AQ, axis=0))
     return np.linalg.qr(AQ[:, order]).Q, order
+
+
+def _scale(A: Float64) -> Float64:
+    """Divide a factor by its largest entry."""
+    return A / (np.abs(A).max() or 1.0)
 
 
 def _interval(t: int, longest: int) -> int:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from adabayes import reference
 from adabayes._blocks.blocks import cut
-from adabayes._blocks.schedule import refresh_offsets
 
 __all__ = ["Problem", "draw_problem", "reference_path", "tolerance"]
 
@@ -66,8 +65,7 @@ def reference_path(problem: Problem, *, refresh: int = 10, **options: Any) -> li
     start, gradients, lrs, lr_sgd, block_size, max_size = problem
     path = [[np.empty_like(weights) for weights in start] for _ in gradients]
     grids = tuple(cut(weights.shape, block_size, max_size) for weights in start)
-    offsets = refresh_offsets(grids, (refresh,) * len(start))
-    for index, (weights, grid, offset) in enumerate(zip(start, grids, offsets)):
+    for index, (weights, grid) in enumerate(zip(start, grids)):
         for number, block in enumerate(_slices(weights.shape, block_size, max_size)):
             steps = reference.adabayes_k(
                 lambda _, t, index=index, block=block: _matrix(gradients[t - 1][index])[block],  # type: ignore[misc]
@@ -75,7 +73,7 @@ def reference_path(problem: Problem, *, refresh: int = 10, **options: Any) -> li
                 lr=lambda t: lrs[t - 1],
                 lr_sgd=lambda t: lr_sgd * lrs[t - 1] / lrs[0],
                 refresh=refresh,
-                offset=offset + number,
+                offset=number,
                 sides=grid.sides if grid else (),
                 **options,
             )

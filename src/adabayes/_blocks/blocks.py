@@ -18,17 +18,31 @@ Array = Any  # torch.Tensor | jax.Array
 
 
 class Blocks(NamedTuple):
-    """A grid of ``rows`` x ``columns`` blocks of size m x n. Zeros fill up the blocks at the lower and right edges."""
+    """A stack of ``height`` x ``width`` matrices, each cut into a grid of m x n blocks.
 
-    rows: int
-    columns: int
+    Zeros fill up the blocks at the lower and right edges.
+    """
+
+    matrices: int  # 1, unless the parameter has batch dimensions
+    height: int
+    width: int
     m: int
     n: int
     sides: tuple[int, ...]  # the sides that are rotated: 0 is the left one, of size m, and 1 the right one, of size n
 
     @property
+    def rows(self) -> int:
+        """The number of rows of blocks in a matrix."""
+        return -(-self.height // self.m)
+
+    @property
+    def columns(self) -> int:
+        """The number of columns of blocks in a matrix."""
+        return -(-self.width // self.n)
+
+    @property
     def num_blocks(self) -> int:
-        return self.rows * self.columns
+        return self.matrices * self.rows * self.columns
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -45,57 +59,64 @@ class Blocks(NamedTuple):
         """The relative cost of rotating a block: m n (m + n) if both sides are rotated."""
         return self.m * self.n * sum(self.sizes)
 
-    @property
-    def refresh_cost(self) -> int:
-        """The relative cost of refreshing the bases of a block."""
-        return sum(size**3 for size in self.sizes)
-
 
 @lru_cache(maxsize=4096)
-def cut(shape: tuple[int, ...], block_size: int, max_size: int) -> Blocks | None:
+def cut(shape: tuple[int, ...], block_size: int | tuple[int, int], max_size: int, batch_dims: int = 0) -> Blocks | None:
     """Return the blocks of a parameter, or None if no side is rotated.
 
     Vectors, scalars and empty arrays are not rotated, nor are sides of size 1 or above ``max_size``.
 
-    A convolution is a matrix, out x (in * height * width). Sides above ``block_size`` are cut into chunks of equal
-    size. A side above ``max_size``, such as a vocabulary, is neither cut nor rotated.
+    A parameter is a stack of matrices: its first ``batch_dims`` dimensions count matrices, the next one counts rows,
+    and all others count columns. So a convolution is a matrix, out x (in * height * width). Sides above ``block_size``
+    are cut into chunks of equal size. A side above ``max_size``, such as a vocabulary, is neither cut nor rotated.
 
-    >>> cut((512, 128), block_size=128, max_size=2048)
-    Blocks(rows=4, columns=1, m=128, n=128, sides=(0, 1))
+    Args:
+        shape: the shape of the parameter.
+        block_size: largest side of a block, or a pair: its largest height and its largest width.
+        max_size: largest side that is rotated.
+        batch_dims: number of leading dimensions that count matrices.
+
+    >>> blocks = cut((512, 100), block_size=128, max_size=2048)
+    >>> blocks.rows, blocks.columns, blocks.shape, blocks.sides
+    (4, 1, (4, 128, 100), (0, 1))
     >>> cut((50257, 768), block_size=128, max_size=2048)
-    Blocks(rows=1, columns=6, m=50257, n=128, sides=(1,))
+    Blocks(matrices=1, height=50257, width=768, m=50257, n=128, sides=(1,))
     >>> cut((64, 32, 3, 3), block_size=128, max_size=2048)
-    Blocks(rows=1, columns=3, m=64, n=96, sides=(0, 1))
+    Blocks(matrices=1, height=64, width=288, m=64, n=96, sides=(0, 1))
+    >>> cut((8, 256, 64), block_size=128, max_size=2048, batch_dims=1)
+    Blocks(matrices=8, height=256, width=64, m=128, n=64, sides=(0, 1))
     """
-    if len(shape) < 2 or 0 in shape:
+    if len(shape) < batch_dims + 2 or 0 in shape:
         return None
-    matrix = shape[0], math.prod(shape[1:])
-    rows, columns = (1 if size > max_size else -(-size // block_size) for size in matrix)
-    m, n = -(-matrix[0] // rows), -(-matrix[1] // columns)
-    sides = tuple(side for side, size in enumerate((m, n)) if 1 < size <= max_size)
-    return Blocks(rows, columns, m, n, sides) if sides else None
+    height, width = size = shape[batch_dims], math.prod(shape[batch_dims + 1 :])
+    limits = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    m, n = (side if side > max_size else -(-side // -(-side // limit)) for side, limit in zip(size, limits))
+    sides = tuple(index for index, side in enumerate((m, n)) if 1 < side <= max_size)
+    return Blocks(math.prod(shape[:batch_dims]), height, width, m, n, sides) if sides else None
 
 
 def to_blocks(x: Array, blocks: Blocks) -> Array:
     """Cut a parameter, or its gradient, into a stack of blocks: an array of shape ``blocks.shape``."""
-    rows, columns, m, n, _ = blocks
-    x = _pad(x.reshape(x.shape[0], -1), rows * m, columns * n)
-    return x.reshape(rows, m, columns, n).swapaxes(1, 2).reshape(blocks.shape)
+    matrices, height, width, m, n, _ = blocks
+    rows, columns = blocks.rows, blocks.columns
+    x = _pad(x.reshape(matrices, height, width), rows * m, columns * n)
+    return x.reshape(matrices, rows, m, columns, n).swapaxes(2, 3).reshape(blocks.shape)
 
 
 def from_blocks(x: Array, blocks: Blocks, shape: Sequence[int]) -> Array:
     """Assemble an array of this shape from its stack of blocks: the inverse of :func:`to_blocks`."""
-    rows, columns, m, n, _ = blocks
-    x = x.reshape(rows, columns, m, n).swapaxes(1, 2).reshape(rows * m, columns * n)
-    return x[: shape[0], : math.prod(shape[1:])].reshape(tuple(shape))
+    matrices, height, width, m, n, _ = blocks
+    rows, columns = blocks.rows, blocks.columns
+    x = x.reshape(matrices, rows, columns, m, n).swapaxes(2, 3).reshape(matrices, rows * m, columns * n)
+    return x[:, :height, :width].reshape(tuple(shape))
 
 
-def _pad(x: Array, rows: int, columns: int) -> Array:
+def _pad(x: Array, height: int, width: int) -> Array:
     """Add zeros below and to the right."""
-    below, right = rows - x.shape[0], columns - x.shape[1]
+    below, right = height - x.shape[-2], width - x.shape[-1]
     if not below and not right:
         return x
     library = namespace(x)
     if hasattr(library, "pad"):
-        return library.pad(x, ((0, below), (0, right)))
+        return library.pad(x, ((0, 0), (0, below), (0, right)))
     return library.nn.functional.pad(x, (0, right, 0, below))

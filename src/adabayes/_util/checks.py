@@ -24,9 +24,9 @@ def check_range(name: str, value: Any, least: float = 0.0, below: float = float(
         raise ValueError(f"Invalid {name}: {shown}. It must be at least {least:g} and {upper}.{hint}")
 
 
-def check_integer(name: str, value: Any) -> int:
-    """Return the value as an int; raise unless it is an integer of at least 1."""
-    check_range(name, value, least=1.0)
+def check_integer(name: str, value: Any, least: int = 1) -> int:
+    """Return the value as an int; raise unless it is an integer of at least ``least``."""
+    check_range(name, value, least=least)
     if as_float(value) % 1:
         raise ValueError(f"Invalid {name}: {value}. It must be an integer.")
     return int(value)

@@ -173,7 +173,7 @@ def _sent(shape: Sequence[int], blocks: Blocks, first: int, devices: int) -> Ten
 
     The device that holds an element of a gradient sends it to the owner of its block, which sends the step back.
     """
-    (_, columns, m, n, _), rows = blocks, shape[0]
+    columns, m, n, rows = blocks.columns, blocks.m, blocks.n, shape[0]
     each, per_owner = -(-rows // devices), -(-blocks.num_blocks // devices)
     cuts = torch.tensor(sorted({*range(0, rows, m), *range(0, rows, each), rows}))
     begin = cuts[:-1, None]

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from adabayes._blocks.schedule import spread
 from adabayes.optax._leaves import is_none, real_dtype, real_shape
 from adabayes.optax._shardings import replicate_like
 
@@ -63,7 +62,6 @@ def map_sides(function: Callable[[int, jax.Array], Any], pair: Pair) -> Pair:
 
 
 def refresh_offsets(updates: optax.Updates, bases: Any, refresh: int) -> Any:
-    """Return at which step, modulo ``refresh``, the bases of each leaf are refreshed, so that steps cost the same."""
+    """Return at which step, modulo ``refresh``, the bases of each leaf are refreshed."""
     tree: Any = jax.tree.structure(updates, is_leaf=is_none)
-    costs = [sum(len(basis) ** 3 for basis in jax.tree.leaves(squares)) for squares in tree.flatten_up_to(bases)]
-    return tree.unflatten(spread(costs, [1] * len(costs), refresh))
+    return tree.unflatten([0] * tree.num_leaves)

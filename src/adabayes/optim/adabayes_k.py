@@ -10,24 +10,23 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from adabayes._blocks.blocks import to_blocks
+from adabayes._blocks.blocks import Blocks, to_blocks
 from adabayes._blocks.schedule import due_blocks, interval
 from adabayes._util.averages import bias_correction
-from adabayes._util.checks import check_integer
+from adabayes._util.checks import check_integer, check_range
 from adabayes._util.tensors import Scalar, as_float, full, local, real_view
-from adabayes.eigenbasis import carry_over, eigenvectors, factor, rotate
+from adabayes.eigenbasis import carry_over, eigenvectors, factor, limit, rotate
 from adabayes.optim._engine.batch import Batch, Step
 from adabayes.optim._engine.explain import explain, explains_unknown
 from adabayes.optim._engine.fixed_point import FixedPointOptimizer, crossover
 from adabayes.optim._engine.state import Entry, Group, settings_of
 from adabayes.optim._engine.step import Columns
 from adabayes.optim._matrix.layout import (
-    Layout,
     blocks_of,
     check_averages,
+    check_block_size,
     chunks,
     entries_of,
-    layouts_of,
     split_by_kind,
 )
 from adabayes.optim._matrix.refresh import MatrixState, initialize_bases_, learn_factors_, refresh_bases_
@@ -70,6 +69,7 @@ def adabayes_k_rule(
     """
     if t == 1:
         initialize_bases_(state, G, coefficients.beta2, ranks)
+    G = limit(G)
     rotated = rotate(G, state.bases)
     (update,) = adabayes_fp_steps([rotated], [state.M], [state.V], coefficients, t, coefficients.fused)
     step: Tensor = rotate(update, state.bases, back=True)
@@ -91,7 +91,8 @@ class Coefficients(NamedTuple):
     learn_every: int
     refresh: int
     fused: bool | None
-    layouts: Mapping[Tensor, Layout]
+    matrix_scale: float
+    blocks: Mapping[Tensor, Blocks | None]
 
 
 class AdaBayesK(FixedPointOptimizer):
@@ -186,10 +187,12 @@ class AdaBayesK(FixedPointOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
+        matrix_scale: float = 4.0,
         learn_every: int = 2,
         refresh: int = 10,
-        block_size: int = 128,
+        block_size: int | tuple[int, int] = 128,
         max_size: int = 16384,
+        batch_dims: int = 0,
         cautious: bool = True,
         centred: bool = False,
         reduction: Literal["mean", "sum"] = "mean",
@@ -217,14 +220,14 @@ class AdaBayesK(FixedPointOptimizer):
 
     def direction(self, gradient: Batch, state: dict[str, Batch], coefficients: Coefficients, t: Scalar) -> Step:
         step_count = int(as_float(t))
-        layouts = [coefficients.layouts[p] for p in gradient.params]
-        if layouts[0].blocks is None:  # not rotated
+        blocks = [coefficients.blocks[p] for p in gradient.params]
+        if blocks[0] is None:  # not rotated
             averages = state["exp_avg"].tensors, state["exp_avg_sq"].tensors
             steps = adabayes_fp_steps(gradient.tensors, *averages, coefficients, step_count, coefficients.fused)
             return Step(Batch(steps, in_place=True))
-        stack = self._stack(gradient.params, layouts)
-        every, offsets = interval(step_count, coefficients.refresh), [layout.offset for layout in layouts]
-        due = due_blocks(step_count, every, offsets, stack.ranges)
+        coefficients = coefficients._replace(lr=coefficients.lr * coefficients.matrix_scale)
+        stack = self._stack(gradient.params, [b for b in blocks if b])
+        due = due_blocks(step_count, interval(step_count, coefficients.refresh), stack.ranges)
         ranks = self._ranks if isinstance(stack, LocalStack) else Ranks()  # a sharded block has one owner
         moves = _step_stack(stack.to_blocks(gradient.tensors), state, coefficients, step_count, due, ranks)
         return Step(Batch(stack.from_blocks(moves, [x.shape for x in gradient.tensors]), in_place=True))
@@ -241,18 +244,17 @@ class AdaBayesK(FixedPointOptimizer):
             learn_every=group["learn_every"],
             refresh=int(group["refresh"]),
             fused=group["fused"],
-            layouts=layouts_of(self.param_groups),
+            matrix_scale=group["matrix_scale"],
+            blocks={p: blocks_of(p, group) for p in group["params"]},
         )
 
-    def _stack(self, params: Sequence[Tensor], layouts: Sequence[Layout]) -> LocalStack | ShardedStack:
+    def _stack(self, params: Sequence[Tensor], blocks: Sequence[Blocks]) -> LocalStack | ShardedStack:
         """Return how the blocks of these parameters are stacked: here, or at their owners if they are sharded."""
-        blocks = [layout.blocks for layout in layouts if layout.blocks]
         return self._appointed_owners(params[0]).stack(params, blocks) if is_sharded(params[0]) else LocalStack(blocks)
 
     def _split(self, group: Group, coefficients: Coefficients) -> list[Group]:
-        check_averages(self.state, group["params"], coefficients.layouts)
-        kinds = split_by_kind(group["params"], coefficients.layouts, self._ranks.communicates)
-        return [{**group, "params": params} for params in kinds]
+        check_averages(self.state, group)
+        return [{**group, "params": params} for params in split_by_kind(group, self._ranks.communicates)]
 
     @_disable_dynamo  # refreshes depend on the step count
     def _step_group(self, group: Group) -> None:
@@ -300,8 +302,11 @@ class AdaBayesK(FixedPointOptimizer):
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         explain(AdaBayesK, [name for name in ("capturable", "differentiable") if group[name]])
-        for name in ("learn_every", "refresh", "block_size", "max_size"):
+        for name in ("learn_every", "refresh", "max_size"):
             group[name] = check_integer(name, group[name])
+        group["block_size"] = check_block_size(group["block_size"])
+        group["batch_dims"] = check_integer("batch_dims", group["batch_dims"], least=0)
+        check_range("matrix_scale", group["matrix_scale"])
 
     # Migration
 

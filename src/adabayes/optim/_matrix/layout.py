@@ -1,53 +1,37 @@
-"""The layout of each parameter: its blocks, and when their bases are refreshed."""
+"""The layout of each parameter: its blocks, and its state."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from adabayes._blocks.blocks import Blocks, cut
-from adabayes._blocks.schedule import refresh_offsets
 from adabayes._util.checks import check_integer
 from adabayes._util.tensors import real_shape
 from adabayes.optim._engine.state import Entry, Group
 
-__all__ = ["Layout", "blocks_of", "check_averages", "chunks", "entries_of", "layouts_of", "split_by_kind"]
+__all__ = ["blocks_of", "check_averages", "check_block_size", "chunks", "entries_of", "split_by_kind"]
 
 _CPU_CHUNK = 2**20  # weights that a CPU processes at a time
 
 
-class Layout(NamedTuple):
-    """The blocks of a parameter, or None if it is not rotated, and the offset of its refreshes in the schedule."""
-
-    blocks: Blocks | None
-    offset: int
-
-
-def layouts_of(groups: Sequence[Group]) -> dict[Tensor, Layout]:
-    """Return the layout of all parameters, which depends only on shapes and settings."""
-    names = ("block_size", "max_size", "refresh")
-    integers = [tuple(check_integer(name, group[name]) for name in names) for group in groups]
-    params = [p for group in groups for p in group["params"]]
-    settings = tuple((real_shape(p), *given) for group, given in zip(groups, integers) for p in group["params"])
-    layouts: dict[Tensor, Layout] = {}
-    for p, layout in zip(params, _layouts(settings)):
-        layouts.setdefault(p, layout)  # a parameter that occurs twice has one layout
-    return layouts
-
-
-@lru_cache(maxsize=64)
-def _layouts(settings: tuple[tuple[Any, ...], ...]) -> list[Layout]:
-    blocks = [cut(shape, block_size, max_size) for shape, block_size, max_size, _ in settings]
-    return list(map(Layout, blocks, refresh_offsets(blocks, [refresh for *_, refresh in settings])))
-
-
 def blocks_of(p: Tensor, group: Group) -> Blocks | None:
     """Return the blocks of a parameter, or None if it is not rotated."""
-    return cut(real_shape(p), int(group["block_size"]), int(group["max_size"]))
+    return cut(real_shape(p), group["block_size"], group["max_size"], group["batch_dims"])
+
+
+def check_block_size(value: Any) -> int | tuple[int, int]:
+    """Return ``block_size`` as an integer or a pair of integers; raise if it is neither."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return check_integer("block_size", value)
+    if len(value) != 2:
+        raise ValueError(f"Invalid block_size: {value}. It must be an integer, or a pair: height and width.")
+    height, width = (check_integer("block_size", side) for side in value)
+    return height, width
 
 
 @lru_cache(maxsize=4096)
@@ -63,7 +47,7 @@ def entries_of(blocks: Blocks | None) -> dict[str, Entry]:
     return entries
 
 
-def split_by_kind(params: Sequence[Tensor], layouts: Mapping[Tensor, Layout], replicated: bool) -> list[list[Tensor]]:
+def split_by_kind(group: Group, replicated: bool) -> list[list[Tensor]]:
     """Split parameters into lists that are stacked together: blocks of one size, on one device mesh.
 
     On a CPU, a list has about ``_CPU_CHUNK`` weights. Ranks that communicate do so once per list, so their lists are
@@ -72,8 +56,8 @@ def split_by_kind(params: Sequence[Tensor], layouts: Mapping[Tensor, Layout], re
     kinds: dict[Any, list[Tensor]] = {}
     weights: dict[Any, int] = {}  # of each kind so far
     seen: set[int] = set()
-    for p in params:
-        blocks = layouts[p].blocks
+    for p in group["params"]:
+        blocks = blocks_of(p, group)
         mesh = getattr(p, "device_mesh", None)
         # A parameter that occurs twice takes two steps, one after the other.
         kind = len(kinds) if id(p) in seen else (blocks and (blocks.m, blocks.n, blocks.sides), mesh)
@@ -85,19 +69,17 @@ def split_by_kind(params: Sequence[Tensor], layouts: Mapping[Tensor, Layout], re
     return list(kinds.values())
 
 
-def check_averages(
-    state: Mapping[Tensor, Mapping[str, Tensor]], params: Sequence[Tensor], layouts: Mapping[Tensor, Layout]
-) -> None:
-    """Raise if the averages of a parameter do not have the shape that its layout needs."""
-    for p in params:
+def check_averages(state: Mapping[Tensor, Mapping[str, Tensor]], group: Group) -> None:
+    """Raise if the averages of a parameter do not have the shape that its blocks need."""
+    for p in group["params"]:
         if "exp_avg" in (entries := state.get(p, {})):
-            blocks = layouts[p].blocks
+            blocks = blocks_of(p, group)
             shape, wanted = tuple(entries["exp_avg"].shape), real_shape(p) if blocks is None else blocks.shape
             if shape != wanted:
                 raise RuntimeError(
                     f"the averages of a parameter of shape {tuple(p.shape)} have shape {shape}, but must have shape "
-                    f"{wanted}. Its shape, block_size and max_size cannot change once there is state: set them back, "
-                    "or make a new optimizer."
+                    f"{wanted}. Its shape, block_size, max_size and batch_dims cannot change once there is state: set "
+                    "them back, or make a new optimizer."
                 )
 
 

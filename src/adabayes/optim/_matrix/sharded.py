@@ -200,7 +200,7 @@ class _Matrix:
 
     def routes(self, process: int, unit: int) -> tuple[Tensor, Tensor]:
         """Return, for each unit of a shard, its owner, and its index among this matrix's units at that owner."""
-        (_, columns, m, n, _), num_blocks = self.blocks, self.blocks.num_blocks
+        columns, m, n, num_blocks = self.blocks.columns, self.blocks.m, self.blocks.n, self.blocks.num_blocks
         begin, rows = self.boxes[process][0]
         row = torch.arange(begin, begin + rows)[:, None]
         ids = self._columns(process)
