@@ -13,6 +13,7 @@ from adabayes._util.warn import warn
 __all__ = [
     "FIXED_POINT_RATIO",
     "LEAST_GAIN",
+    "MATRIX_SCALE",
     "MEMORY",
     "PAPER_RATIO",
     "USUAL_LR",
@@ -31,6 +32,7 @@ Number = Any  # float, or an array that JAX traces
 USUAL_LR = 1e-3  # base_lr if lr is 0 at first, because a schedule will set it
 PAPER_RATIO = 100.0  # lr_sgd / lr in the paper
 FIXED_POINT_RATIO = 1e5  # lr_sgd / lr elsewhere: large enough that AdaBayes-FP equals AdamW in our evidence
+MATRIX_SCALE = 4.0  # how many times as far AdaBayes-K moves matrices as vectors
 MEMORY = 100  # number of steps that AdaBayes remembers if batch_size is not given
 LEAST_GAIN = 1e-30  # lower bound in a filter with this memory: it multiplies the gain, so 0 would stay 0
 WINDOW = 100.0  # largest gradient for which the paper's form is Adam-like if batch_size is not given

@@ -34,6 +34,7 @@ from adabayes.optim._matrix.replicated import Ranks, Replicas
 from adabayes.optim._matrix.sharded import Owners, ShardedStack, is_sharded, shard_like
 from adabayes.optim._matrix.stack import LocalStack, copy_back_, stack_
 from adabayes.optim.adabayes_fp import adabayes_fp_steps
+from adabayes.rates import MATRIX_SCALE
 
 __all__ = ["AdaBayesK", "adabayes_k_rule"]
 
@@ -187,7 +188,7 @@ class AdaBayesK(FixedPointOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
-        matrix_scale: float = 4.0,
+        matrix_scale: float = MATRIX_SCALE,
         learn_every: int = 2,
         refresh: int = 10,
         block_size: int | tuple[int, int] = 128,
