@@ -15,8 +15,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 KERNELS = Path("src/adabayes/kernels/cpu")
 LIBRARY = "_fused.dll" if sys.platform == "win32" else "_fused.so"
-# No contraction or reordering: results are the same on every machine. -fno-math-errno lets square roots be vectors.
-FLAGS = "-O3 -std=c11 -shared -fno-math-errno -fno-trapping-math -ffp-contract=off -fvisibility=hidden"
+# -fno-math-errno lets square roots be vectors.
+FLAGS = "-O3 -std=c11 -fno-math-errno -fno-trapping-math -fvisibility=hidden"
+# Without contraction, results are the same on every machine. Matrix products are twice as fast with it.
+CONTRACTION = {"fused.c": "off", "matrix.c": "fast", "threads.c": "off"}
 
 
 class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -30,7 +32,7 @@ class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._folder = tempfile.TemporaryDirectory()
             target = Path(self._folder.name) / LIBRARY
         target.unlink(missing_ok=True)
-        problem = compile_kernels(root / KERNELS / "fused.c", target)
+        problem = compile_kernels(root / KERNELS, target)
         if problem:
             self.app.display_warning(f"adabayes: no fused kernels, only the slower forms: {problem}")
             return
@@ -41,14 +43,21 @@ class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         build_data["tag"] = f"py3-none-{platform}"  # for any Python 3 and any torch
 
 
-def compile_kernels(source: Path, target: Path) -> str | None:
-    """Compile the library; what went wrong, or None."""
+def compile_kernels(folder: Path, target: Path) -> str | None:
+    """Compile the library; return an error message, or None."""
     compilers = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
     compiler = next((found for name in compilers if (found := shutil.which(name))), None)
     if compiler is None:
         return f"there is no C compiler ({', '.join(compilers)})"
     flags = FLAGS.split() + ([] if sys.platform == "win32" else ["-fPIC", "-pthread"])
     flags += [flag for name in ("CFLAGS", "ARCHFLAGS") for flag in os.environ.get(name, "").split()]
-    command = [compiler, *flags, "-o", str(target), str(source), "-lm"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return None if done.returncode == 0 else f"{' '.join(command)} failed:\n{done.stderr}"
+    with tempfile.TemporaryDirectory() as objects:
+        commands, built = [], [str(Path(objects) / f"{name}.o") for name in CONTRACTION]
+        for (name, contraction), to in zip(CONTRACTION.items(), built):
+            commands.append([compiler, *flags, f"-ffp-contract={contraction}", "-c", "-o", to, str(folder / name)])
+        commands.append([compiler, *flags, "-shared", "-o", str(target), *built, "-lm"])
+        for command in commands:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                return f"{' '.join(command)} failed:\n{done.stderr}"
+    return None

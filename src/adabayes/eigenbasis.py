@@ -22,7 +22,6 @@ __all__ = ["carry_over", "eigenvectors", "factor", "least_ratio", "limit", "refr
 
 RAMP = 1e-5  # difference between the ramp's entries on the diagonal, which makes the first eigenvectors unique
 SHIFT = 1e-5  # multiple of the identity that is added to a factor when its basis is refreshed
-LARGEST_NORM = 1e37  # of a gradient, well below the largest number of fp32, 3.4e38
 
 Array = Any  # torch.Tensor | jax.Array
 Sides = tuple[
@@ -31,11 +30,14 @@ Sides = tuple[
 
 
 def limit(gradient: Array) -> Array:
-    """Scale down matrices whose norm could overflow, so that finite gradients stay finite when they are rotated."""
+    """Limit finite entries, so that sums of them stay finite. Infinite ones stay: they show that training has diverged.
+
+    The limit is the largest number to the power of 0.8, or 6.6e30 in fp32. The squares of such gradients overflow, so
+    AdaBayes-FP does not move in their directions anyway.
+    """
     library = namespace(gradient)
-    m, n = gradient.shape[-2:]
-    largest = library.amax(abs(gradient), (-2, -1), keepdims=True)
-    return gradient * library.clip(LARGEST_NORM / (m * n) ** 0.5 / largest, None, 1.0)  # nan if one entry is infinite
+    largest = float(library.finfo(gradient.dtype).max) ** 0.8
+    return library.where(abs(gradient) < float("inf"), library.clip(gradient, -largest, largest), gradient)
 
 
 def factor(gradient: Array, side: int) -> Array:

@@ -11,7 +11,7 @@ from typing import Any
 
 from adabayes._util.arrays import namespace
 
-__all__ = ["due_blocks", "interval", "learns"]
+__all__ = ["due_bases", "interval", "learns"]
 
 
 def interval(t: Any, longest: int) -> Any:
@@ -40,17 +40,17 @@ def learns(side: int, t: Any, every: Any) -> Any:
     return t % every == side * every // 2
 
 
-def due_blocks(t: int, every: int, ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the blocks whose bases are refreshed at step ``t``, as positions in a stack of several parameters' blocks.
+def due_bases(t: int, every: int, ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the bases that are refreshed at step ``t``, as positions in a stack of several parameters' bases.
 
-    Block ``b`` of a parameter is due when ``t - b`` is a multiple of ``every``, so that its blocks take turns.
+    Basis ``i`` of a parameter is due when ``t - i`` is a multiple of ``every``, so that its bases take turns.
 
     Args:
         t: the step count, from 1.
-        every: steps between two refreshes of a block.
-        ranges: the blocks of each parameter that are in the stack: the first one, and the one after the last.
+        every: steps between two refreshes of a basis.
+        ranges: the bases of each parameter that are in the stack: the first one, and the one after the last.
 
-    >>> due_blocks(t=3, every=2, ranges=[(0, 4), (2, 4)])
+    >>> due_bases(t=3, every=2, ranges=[(0, 4), (2, 4)])
     [1, 3, 5]
     """
     due: list[int] = []

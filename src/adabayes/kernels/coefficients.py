@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from adabayes._blocks.schedule import interval, learns
 from adabayes._util.averages import bias_correction
-from adabayes._util.tensors import Scalar
+from adabayes._util.tensors import Scalar, as_float
+from adabayes.eigenbasis import least_ratio
 from adabayes.rates import newest_weight
 
-__all__ = ["ADABAYES", "ADABAYES_FP", "RULES", "Rule", "StepOptions"]
+__all__ = ["ADABAYES", "ADABAYES_FP", "RULES", "Rule", "StepOptions", "derive_matrix_coefficients"]
 
 
 class StepOptions(NamedTuple):
@@ -127,6 +129,24 @@ def _derive_adabayes_fp(c: Any, t: Any, options: StepOptions) -> _AdaBayesFP:
 ADABAYES_FP = Rule("adabayes_fp", "exp_avg_sq", _AdaBayesFP._fields, ("centred", "cautious"), _derive_adabayes_fp)
 
 RULES = {rule.name: rule for rule in (ADABAYES, ADABAYES_FP)}
+
+
+def derive_matrix_coefficients(c: Any, t: int, options: StepOptions) -> tuple[float, ...]:
+    """Return the coefficients of AdaBayes-K that precede those of AdaBayes-FP: ``matrix_coefficients`` of matrix.h.
+
+    At the first step the bases are new, and their factors have learned already.
+    """
+    every, later = interval(t, c.learn_every), t > 1
+    return (
+        t,
+        as_float(options.unscale),
+        as_float(options.shrink),
+        later and learns(0, t, every),
+        later and learns(1, t, every),
+        c.beta2**every,
+        interval(t, c.refresh) if later else 0,
+        0.0 if c.centred else least_ratio(c.beta1, c.beta2),
+    )
 
 
 def _sqrt(x: Any) -> Any:

@@ -22,7 +22,7 @@ from adabayes.kernels.backends import BACKENDS, backend_for
 from adabayes.kernels.coefficients import Rule, StepOptions
 from adabayes.kernels.launch import Launch, Operands
 
-__all__ = ["Plan", "compute_step", "explain_unfit"]
+__all__ = ["Plan", "StatePlan", "compute_step", "explain_unfit"]
 
 State = Mapping[str, Tensor]
 
@@ -34,37 +34,33 @@ class _Batch(NamedTuple):
     launch: Launch
 
 
-class Plan:
-    """The tensors of a parameter group, and the launches that step them.
+class StatePlan:
+    """The tensors of a parameter group and their state, as long as they stay where they are.
 
     A plan keeps the memory of its tensors alive. A tensor with the same layout at the same address is therefore still
     in that memory.
 
     Args:
-        rule: the update rule.
-        params: parameters, or this process's shards of them, which :func:`explain_unfit` has not refused.
+        params: parameters, or this process's shards of them.
         states: the state of each parameter.
-        indices: the index of each parameter among all of the optimizer's.
+        entries_of: returns the entries of a parameter's state that kernels use.
     """
 
-    def __init__(self, rule: Rule, params: Sequence[Tensor], states: Sequence[State], indices: Sequence[int]) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[State],
+        entries_of: Callable[[State], tuple[Tensor, ...]],
+    ) -> None:
         self._params = list(params)
         self._states = list(states)
-        self._entries_of: Callable[[State], tuple[Tensor, ...]] = itemgetter("exp_avg", rule.second_state, "step")
+        self._entries_of = entries_of
         entries = self._present_entries()
         self._guard = _guard((*params, *entries))
         self._gradient_guard: TensorGuards | None = None  # made once gradients could be used without a copy
         self._addresses = list(map(_address, params))
         self._entry_addresses = list(map(_address, entries))
         self._memory = [t.untyped_storage() for t in (*params, *entries)]  # keeps it alive
-        rows = list(zip(params, *zip(*map(self._entries_of, states)), indices))
-        kinds: dict[tuple[Any, ...], list[int]] = {}
-        for i, (p, exp_avg, _, step, _) in enumerate(rows):
-            kinds.setdefault((p.device, p.dtype, exp_avg.dtype, step.device, step.dtype), []).append(i)
-        self._batches = []
-        for chosen in kinds.values():
-            operands = Operands(*map(list, zip(*(rows[i] for i in chosen))))
-            self._batches.append(_Batch(chosen, BACKENDS[params[chosen[0]].device.type].launch(rule, operands)))
 
     def is_valid(self, params: Sequence[Tensor], state: Mapping[Tensor, State]) -> bool:
         """Tell whether the plan is for these parameters and their present state, and none of them has moved."""
@@ -92,10 +88,12 @@ class Plan:
             for g, address in zip(grads, addresses):
                 if not address:
                     check_memory("gradient", g)
-        for indices, launch in self._batches:
-            chosen = addresses if len(self._batches) == 1 else [addresses[index] for index in indices]
-            launch.take_step(chosen, coefficients, options)
+        self._launch(grads, addresses, coefficients, options)
         torch.autograd.graph.increment_version(self._params)  # as after any other in-place change
+
+    def _launch(self, grads: list[Tensor], addresses: list[int], coefficients: Any, options: StepOptions) -> None:
+        """Run the kernels on gradients with the layouts of their parameters."""
+        raise NotImplementedError
 
     def _fit(self, grads: list[Tensor]) -> list[Tensor]:
         """Return gradients with the dtypes and layouts of their parameters; copies where they differ."""
@@ -105,6 +103,33 @@ class Plan:
         if all(map(is_, fitting, grads)):
             self._gradient_guard = _guard(grads)
         return fitting
+
+
+class Plan(StatePlan):
+    """The tensors of a parameter group, and the launches that step them.
+
+    Args:
+        rule: the update rule.
+        params: parameters, or this process's shards of them, which :func:`explain_unfit` has not refused.
+        states: the state of each parameter.
+        indices: the index of each parameter among all of the optimizer's.
+    """
+
+    def __init__(self, rule: Rule, params: Sequence[Tensor], states: Sequence[State], indices: Sequence[int]) -> None:
+        super().__init__(params, states, itemgetter("exp_avg", rule.second_state, "step"))
+        rows = list(zip(params, *zip(*map(self._entries_of, states)), indices))
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        for i, (p, exp_avg, _, step, _) in enumerate(rows):
+            kinds.setdefault((p.device, p.dtype, exp_avg.dtype, step.device, step.dtype), []).append(i)
+        self._batches = []
+        for chosen in kinds.values():
+            operands = Operands(*map(list, zip(*(rows[i] for i in chosen))))
+            self._batches.append(_Batch(chosen, BACKENDS[params[chosen[0]].device.type].launch(rule, operands)))
+
+    def _launch(self, grads: list[Tensor], addresses: list[int], coefficients: Any, options: StepOptions) -> None:
+        for indices, launch in self._batches:
+            chosen = addresses if len(self._batches) == 1 else [addresses[index] for index in indices]
+            launch.take_step(chosen, coefficients, options)
 
 
 def compute_step(

@@ -11,28 +11,30 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
 from adabayes._blocks.blocks import Blocks, to_blocks
-from adabayes._blocks.schedule import due_blocks, interval
+from adabayes._blocks.schedule import due_bases, interval
 from adabayes._util.averages import bias_correction
 from adabayes._util.checks import check_integer, check_range
 from adabayes._util.tensors import Scalar, as_float, full, local, real_view
 from adabayes.eigenbasis import carry_over, eigenvectors, factor, limit, rotate
+from adabayes.kernels.coefficients import ADABAYES_FP
 from adabayes.optim._engine.batch import Batch, Step
 from adabayes.optim._engine.explain import explain, explains_unknown
 from adabayes.optim._engine.fixed_point import FixedPointOptimizer, crossover
 from adabayes.optim._engine.state import Entry, Group, settings_of
 from adabayes.optim._engine.step import Columns
+from adabayes.optim._matrix.fused import FusedMatrixSteps
 from adabayes.optim._matrix.layout import (
+    Subgroups,
     blocks_of,
     check_averages,
     check_block_size,
-    chunks,
     entries_of,
     split_by_kind,
 )
 from adabayes.optim._matrix.refresh import MatrixState, initialize_bases_, learn_factors_, refresh_bases_
 from adabayes.optim._matrix.replicated import Ranks, Replicas
 from adabayes.optim._matrix.sharded import Owners, ShardedStack, is_sharded, shard_like
-from adabayes.optim._matrix.stack import LocalStack, copy_back_, stack_
+from adabayes.optim._matrix.stack import LocalStack, StackedState
 from adabayes.optim.adabayes_fp import adabayes_fp_steps
 from adabayes.rates import MATRIX_SCALE
 
@@ -40,7 +42,7 @@ __all__ = ["AdaBayesK", "adabayes_k_rule"]
 
 
 def adabayes_k_rule(
-    G: Tensor, state: MatrixState, coefficients: Coefficients, t: int, due: list[int], ranks: Ranks
+    G: Tensor, state: MatrixState, coefficients: Coefficients, t: int, due: tuple[list[int], list[int]], ranks: Ranks
 ) -> Tensor:
     r"""Update the state of a stack of matrices and return their step, :math:`\text{lr}\,Q_A U' Q_C^T`.
 
@@ -65,15 +67,15 @@ def adabayes_k_rule(
         state: the state, which is updated in place.
         coefficients: the coefficients of this step.
         t: the step count, from 1.
-        due: which matrices of the stack have their bases refreshed.
+        due: the indices of the left and of the right bases that are refreshed.
         ranks: the ranks that split the work on bases.
     """
+    G = limit(G)
     if t == 1:
         initialize_bases_(state, G, coefficients.beta2, ranks)
-    G = limit(G)
-    rotated = rotate(G, state.bases)
-    (update,) = adabayes_fp_steps([rotated], [state.M], [state.V], coefficients, t, coefficients.fused)
-    step: Tensor = rotate(update, state.bases, back=True)
+    bases = state.bases_of_matrices()
+    (update,) = adabayes_fp_steps([rotate(G, bases)], [state.M], [state.V], coefficients, t, coefficients.fused)
+    step: Tensor = rotate(update, bases, back=True)
     if t > 1:
         learn_factors_(state, G, coefficients, t)
         refresh_bases_(state, coefficients, due, ranks)
@@ -83,7 +85,7 @@ def adabayes_k_rule(
 class Coefficients(NamedTuple):
     """The scalars of one step, and the layout of all parameters."""
 
-    lr: Scalar
+    lr: Scalar  # for matrices, including matrix_scale
     beta1: float
     beta2: float
     eps: float  # lr / lr_sgd, in the units of the given gradients
@@ -92,7 +94,6 @@ class Coefficients(NamedTuple):
     learn_every: int
     refresh: int
     fused: bool | None
-    matrix_scale: float
     blocks: Mapping[Tensor, Blocks | None]
 
 
@@ -176,6 +177,7 @@ class AdaBayesK(FixedPointOptimizer):
         equation. Liang et al., "Cautious optimizers", 2024.
     """
 
+    KERNEL = ADABAYES_FP
     IN_PLACE = True
     ROTATES = True
 
@@ -194,6 +196,7 @@ class AdaBayesK(FixedPointOptimizer):
         block_size: int | tuple[int, int] = 128,
         max_size: int = 16384,
         batch_dims: int = 0,
+        share_bases: bool = False,
         cautious: bool = True,
         centred: bool = False,
         reduction: Literal["mean", "sum"] = "mean",
@@ -208,6 +211,8 @@ class AdaBayesK(FixedPointOptimizer):
     ) -> None:
         defaults = settings_of(locals(), exclude=("process_group",))
         self._owners = Owners()
+        self._subgroups_of = Subgroups()
+        self._fused_matrices = FusedMatrixSteps()
         self.share_refreshes(process_group)
         super().__init__(params, defaults)
 
@@ -226,17 +231,22 @@ class AdaBayesK(FixedPointOptimizer):
             averages = state["exp_avg"].tensors, state["exp_avg_sq"].tensors
             steps = adabayes_fp_steps(gradient.tensors, *averages, coefficients, step_count, coefficients.fused)
             return Step(Batch(steps, in_place=True))
-        coefficients = coefficients._replace(lr=coefficients.lr * coefficients.matrix_scale)
         stack = self._stack(gradient.params, [b for b in blocks if b])
-        due = due_blocks(step_count, interval(step_count, coefficients.refresh), stack.ranges)
+        every = interval(step_count, coefficients.refresh)
+        left, right = (due_bases(step_count, every, ranges) for ranges in stack.ranges)
         ranks = self._ranks if isinstance(stack, LocalStack) else Ranks()  # a sharded block has one owner
-        moves = _step_stack(stack.to_blocks(gradient.tensors), state, coefficients, step_count, due, ranks)
-        return Step(Batch(stack.from_blocks(moves, [x.shape for x in gradient.tensors]), in_place=True))
+        G = stack.to_blocks(gradient.tensors)
+        if len(G):
+            entries = {name: batch.tensors for name, batch in state.items()}
+            stacked = StackedState(entries, stack.owners(G.device))
+            G = adabayes_k_rule(G, stacked.matrices, coefficients, step_count, (left, right), ranks)
+            stacked.copy_back_()
+        return Step(Batch(stack.from_blocks(G, [x.shape for x in gradient.tensors]), in_place=True))
 
     def coefficients(self, group: Group, lr: Scalar) -> Coefficients:
         beta1, beta2 = group["betas"]
         return Coefficients(
-            lr=lr,
+            lr=lr * group["matrix_scale"] if _is_rotated(group) else lr,
             beta1=beta1,
             beta2=beta2,
             eps=crossover(group),
@@ -245,7 +255,6 @@ class AdaBayesK(FixedPointOptimizer):
             learn_every=group["learn_every"],
             refresh=int(group["refresh"]),
             fused=group["fused"],
-            matrix_scale=group["matrix_scale"],
             blocks={p: blocks_of(p, group) for p in group["params"]},
         )
 
@@ -253,9 +262,20 @@ class AdaBayesK(FixedPointOptimizer):
         """Return how the blocks of these parameters are stacked: here, or at their owners if they are sharded."""
         return self._appointed_owners(params[0]).stack(params, blocks) if is_sharded(params[0]) else LocalStack(blocks)
 
+    def _subgroups(self, group: Group) -> list[Group]:
+        return self._subgroups_of(group)
+
+    def _step_fused(self, group: Group) -> bool:
+        if not _is_rotated(group):
+            return super()._step_fused(group)
+        if self._ranks.communicates:
+            return False
+        check_averages(self.state, group)
+        return self._fused_matrices.step(self, group)
+
     def _split(self, group: Group, coefficients: Coefficients) -> list[Group]:
         check_averages(self.state, group)
-        return [{**group, "params": params} for params in split_by_kind(group, self._ranks.communicates)]
+        return [{**group, "params": params} for params in split_by_kind(group)]
 
     @_disable_dynamo  # refreshes depend on the step count
     def _step_group(self, group: Group) -> None:
@@ -298,6 +318,8 @@ class AdaBayesK(FixedPointOptimizer):
         if "_owners" not in self.__dict__:  # in a copy, but not when a state dict is loaded
             self._owners = Owners()
             self.share_refreshes(None)
+        self._subgroups_of = Subgroups()
+        self._fused_matrices = FusedMatrixSteps()
         super().__setstate__(state)
 
     def _check_group(self, group: Group) -> None:
@@ -339,20 +361,6 @@ class AdaBayesK(FixedPointOptimizer):
         return state
 
 
-def _step_stack(
-    G: Tensor, state: dict[str, Batch], coefficients: Coefficients, t: int, due: list[int], ranks: Ranks
-) -> Tensor:
-    """Apply the rule to a stack of blocks, chunk by chunk; return the steps."""
-    if not len(G):
-        return G
-    entries = {name: [x for x in batch.tensors if len(x)] for name, batch in state.items()}
-    stacked = {name: stack_(tensors) for name, tensors in entries.items()}
-    steps = []
-    for chunk, due_here in chunks(G, due, unsplit=ranks.communicates):
-        x = {name: entry[chunk] for name, entry in stacked.items()}
-        factors, bases = ((x.get(f"{kind}_0"), x.get(f"{kind}_1")) for kind in ("factor", "basis"))
-        matrices = MatrixState(x["exp_avg"], x["exp_avg_sq"], factors, bases)
-        steps.append(adabayes_k_rule(G[chunk], matrices, coefficients, t, due_here, ranks))
-    for name, tensors in entries.items():
-        copy_back_(tensors, stacked[name])
-    return steps[0] if len(steps) == 1 else torch.cat(steps)
+def _is_rotated(subgroup: Group) -> bool:
+    """Tell whether the parameters of a subgroup are rotated: all of them are, or none."""
+    return blocks_of(subgroup["params"][0], subgroup) is not None

@@ -7,18 +7,11 @@
  */
 #include <float.h>
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
-#if !defined(_WIN32)
-#include <pthread.h>
-#endif
-
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
+#include "export.h"
+#include "fused.h"
+#include "low_precision.h"
+#include "threads.h"
 
 /* One binary that is fast on every x86-64 machine: the loader picks the best of three (sanitizers cannot). */
 #if !defined(PLAIN) && defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
@@ -29,14 +22,12 @@
 #define HAS_CLONES 0
 #endif
 
-#define ABI_VERSION 7
+#define ABI_VERSION 8
 #define UNIT 64
 #define MIN_CHUNK (32768 / UNIT) /* fewest units that are worth a thread */
-#define MAX_THREADS 256
 
 #define LONGEST (1 << 30) /* elements in one call of a rule, which indexes them with 32 bits for speed */
 
-enum dtype { F32, F64, BF16, F16, DTYPES };
 static const int64_t SIZES[DTYPES] = {[F32] = 4, [F64] = 8, [BF16] = 2, [F16] = 2};
 
 typedef struct {
@@ -61,68 +52,6 @@ typedef struct {
 #define FIELD(name) double name;
 #define DECLARE(rule, COEFFICIENTS) typedef struct { COEFFICIENTS(FIELD) } rule##_coefficients;
 RULES(DECLARE)
-
-/* 16-bit floating point */
-
-static inline float as_float(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
-static inline uint32_t as_bits(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
-
-static inline float from_bf16(uint16_t x) { return as_float((uint32_t)x << 16); }
-
-/* Adds `carry` below the last bit that stays: 0x7fff and the last bit to round to nearest even, 16 random bits to round
- * up with the probability of the remainder. That keeps infinities; a nan could carry over into a number. */
-static inline uint16_t to_bf16(float x, uint32_t carry) {
-    return (uint16_t)((x == x ? as_bits(x) + carry : 0x7fc00000u) >> 16);
-}
-
-static inline uint32_t nearest_even(float x) { return 0x7fffu + ((as_bits(x) >> 16) & 1u); }
-
-static inline float from_f16(uint16_t x) {
-    uint32_t magnitude = (uint32_t)(x & 0x7fffu) << 13;
-    uint32_t special = (x & 0x7c00u) == 0x7c00u;
-    float scaled = as_float(magnitude) * 0x1p112f; /* moves the exponent's bias, also of subnormals */
-    uint32_t bits = special ? magnitude | 0x7f800000u : as_bits(scaled);
-    return as_float(bits | (uint32_t)(x & 0x8000u) << 16);
-}
-
-static inline uint16_t to_f16(float x) {
-    uint32_t bits = as_bits(x), magnitude = bits & 0x7fffffffu;
-    uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    uint32_t subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000u; /* the addition rounds */
-    uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-    uint32_t half = magnitude >= 0x47800000u ? special : magnitude < 0x38800000u ? subnormal : normal;
-    return (uint16_t)(half | (bits >> 16 & 0x8000u));
-}
-
-/* A random generator that is a function of seed, tensor, step and element; random_bits.py computes the same bits.
- * Neighbouring elements get evenly spread values (multiples of a constant). Over the steps, the key makes the values of
- * one element independent. Rounding needs no more than that, and it costs a sixth of the loop. */
-
-static inline uint32_t mix(uint32_t x) {
-    x *= 0x9e3779b1u;
-    return x ^ x >> 16;
-}
-
-static uint32_t scatter(uint32_t x) { /* for keys: Wellons's lowbias32 */
-    x = (x ^ x >> 16) * 0x21f0aaadu;
-    x = (x ^ x >> 15) * 0xd35a2d97u;
-    return x ^ x >> 15;
-}
-
-static uint32_t key_of(int64_t seed, int64_t index, double step) {
-    uint32_t key = scatter((uint32_t)seed) ^ (uint32_t)(seed >> 32);
-    key = scatter(key + (uint32_t)index);
-    return scatter(key + (uint32_t)(int64_t)step);
-}
 
 #define LEAST_GAIN 1e-30 /* as in rates.py */
 #define PARAM_STREAM 0x9e3779b9u /* keeps the bits of parameters apart from those of state */
@@ -174,9 +103,6 @@ static uint32_t key_of(int64_t seed, int64_t index, double step) {
 #define STORE_PARAM(x, random) (x)
 #include "rules.h"
 
-typedef void update(const double *coefficients, void *restrict p, const void *restrict g, void *restrict m,
-                    void *restrict s, uint32_t first, int32_t count, int returns_step, int round_params, uint32_t key);
-
 /* Splitting the work among threads */
 
 typedef struct {
@@ -184,8 +110,7 @@ typedef struct {
     update *apply;
     int64_t width;  /* coefficients in a row */
     int64_t units;
-    int chunks;
-    int next;       /* the first chunk that no thread has taken yet */
+    int64_t chunks;
 } job;
 
 /* Applies a rule to the last elements of a tensor, which do not fill a unit. The compiler would process them one by one;
@@ -208,81 +133,44 @@ static void apply_to_rest(const job *j, int64_t i, const double *c, int64_t from
     memcpy(s, unit[3], bytes_s);
 }
 
-static void take_chunks(void *data) {
-    job *j = data;
+static void step_chunk(void *data, int64_t chunk, int worker) {
+    const job *j = data;
     const tensors *t = j->t;
-    for (;;) {
-        int64_t chunk = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED);
-        if (chunk >= j->chunks) return;
-        int64_t from = chunk * j->units / j->chunks, to = (chunk + 1) * j->units / j->chunks;
-        for (int64_t i = 0, first = 0; i < t->num_tensors && first < to; i++) {
-            int64_t units = (t->numels[i] + UNIT - 1) / UNIT, last = first + units;
-            if (last > from) {
-                int64_t begin = from > first ? (from - first) * UNIT : 0;
-                int64_t end = to < last ? (to - first) * UNIT : t->numels[i];
-                const double *c = t->coefficients + t->rows[i] * j->width;
-                uint32_t key = key_of(t->seed, t->indices[i], t->counts[i]);
-                int64_t rest = end - (end - begin) % UNIT; /* where the last, incomplete unit begins */
-                for (int64_t at = begin; at < rest; at += LONGEST) {
-                    int32_t count = (int32_t)(rest - at < LONGEST ? rest - at : LONGEST);
-                    int64_t p = at * SIZES[t->param_type], s = at * SIZES[t->state_type];
-                    j->apply(c, (char *)t->params[i] + p, (const char *)t->grads[i] + p, (char *)t->exp_avgs[i] + s,
-                             (char *)t->second_states[i] + s, (uint32_t)at, count, t->returns_step, t->round_params,
-                             key);
-                }
-                if (rest < end) apply_to_rest(j, i, c, rest, end, key);
+    (void)worker;
+    int64_t from = chunk * j->units / j->chunks, to = (chunk + 1) * j->units / j->chunks;
+    for (int64_t i = 0, first = 0; i < t->num_tensors && first < to; i++) {
+        int64_t units = (t->numels[i] + UNIT - 1) / UNIT, last = first + units;
+        if (last > from) {
+            int64_t begin = from > first ? (from - first) * UNIT : 0;
+            int64_t end = to < last ? (to - first) * UNIT : t->numels[i];
+            const double *c = t->coefficients + t->rows[i] * j->width;
+            uint32_t key = key_of(t->seed, t->indices[i], t->counts[i]);
+            int64_t rest = end - (end - begin) % UNIT; /* where the last, incomplete unit begins */
+            for (int64_t at = begin; at < rest; at += LONGEST) {
+                int32_t count = (int32_t)(rest - at < LONGEST ? rest - at : LONGEST);
+                int64_t p = at * SIZES[t->param_type], s = at * SIZES[t->state_type];
+                j->apply(c, (char *)t->params[i] + p, (const char *)t->grads[i] + p, (char *)t->exp_avgs[i] + s,
+                         (char *)t->second_states[i] + s, (uint32_t)at, count, t->returns_step, t->round_params, key);
             }
-            first = last;
+            if (rest < end) apply_to_rest(j, i, c, rest, end, key);
         }
+        first = last;
     }
 }
 
-/* GOMP_parallel of the OpenMP runtime that torch has loaded, if any: its threads exist already, and there are not more of
- * them than cores. Without it, the kernels start their own threads for the time of a step. */
-typedef void gomp_parallel(void (*)(void *), void *, unsigned, unsigned);
-static gomp_parallel *team = 0;
-
-EXPORT void adabayes_set_team(void *function) { team = (gomp_parallel *)function; }
-
-static void *take_chunks_in_thread(void *data) {
-    take_chunks(data);
-    return 0;
-}
-
-/* Lets threads work until all chunks are taken. */
-static void run_threads(job *j) {
-    if (j->chunks == 1) {
-        take_chunks(j);
-    } else if (team) {
-        team(take_chunks, j, (unsigned)j->chunks, 0);
-    } else {
-#if !defined(_WIN32)
-        pthread_t others[MAX_THREADS];
-        int started = 0;
-        while (started < j->chunks - 1 && !pthread_create(&others[started], 0, take_chunks_in_thread, j)) started++;
-        take_chunks(j); /* including the chunks of threads that could not be started */
-        for (int i = 0; i < started; i++) pthread_join(others[i], 0);
-#else
-        (void)take_chunks_in_thread;
-        take_chunks(j);
-#endif
-    }
-}
-
-static int num_chunks(const tensors *t, int64_t units) {
-    int64_t worth = units / MIN_CHUNK + 1;
-    int threads = t->threads < 1 ? 1 : t->threads > MAX_THREADS ? MAX_THREADS : t->threads;
-    return worth < threads ? (int)worth : threads;
+static int64_t num_chunks(const tensors *t, int64_t units) {
+    int64_t worth = units / MIN_CHUNK + 1, threads = t->threads < 1 ? 1 : t->threads;
+    return worth < threads ? worth : threads;
 }
 
 static int execute(const tensors *t, int64_t width, update *const (*updates)[DTYPES]) {
     if (t->param_type < 0 || t->param_type >= DTYPES || t->state_type < 0 || t->state_type >= DTYPES) return 1;
     update *apply = updates[t->param_type][t->state_type];
     if (!apply) return 1;
-    job j = {t, apply, width, 0, 1, 0};
+    job j = {t, apply, width, 0, 1};
     for (int64_t i = 0; i < t->num_tensors; i++) j.units += (t->numels[i] + UNIT - 1) / UNIT;
     j.chunks = num_chunks(t, j.units);
-    run_threads(&j);
+    parallel_for(j.chunks, (int)j.chunks, step_chunk, &j);
     return 0;
 }
 
@@ -310,6 +198,8 @@ EXPORT void adabayes_count_steps(int64_t count, int type, void *const *steps, do
     }                                                                                                              \
     EXPORT const char *rule##_coefficient_names(void) { return COEFFICIENTS(NAME_OF); }
 RULES(EXPORT_RULE)
+
+update *fixed_point_update(int state_type) { return adabayes_fp_updates[state_type == F64 ? F64 : F32][state_type]; }
 
 /* The memory traffic of a step without its arithmetic: reads four arrays and writes three. The benchmark compares steps
  * with it. */

@@ -21,15 +21,17 @@ __all__ = [
     "StepCounter",
     "Tensors",
     "call_kernel",
+    "call_matrix_kernel",
     "coefficient_names",
     "instruction_set",
+    "num_matrix_buffers",
     "order_coefficients",
     "stream",
     "thread_source",
     "unavailable",
 ]
 
-ABI_VERSION = 7  # as in fused.c
+ABI_VERSION = 8  # as in fused.c
 LIBRARY = Path(__file__).with_name("_fused.dll" if sys.platform == "win32" else "_fused.so")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 PAIRS = {  # dtypes of parameter and state
@@ -104,6 +106,18 @@ def call_kernel(rule: str, tensors: Tensors) -> None:
     """Call the kernel of a rule. Every address must point to ``numels`` elements of its type."""
     if getattr(_require_library(), f"{rule}_step")(ctypes.byref(tensors)):
         raise AssertionError(f"{rule} has no kernel for types {tensors.param_type} and {tensors.state_type}")
+
+
+def call_matrix_kernel(matrices: ctypes.Structure) -> None:
+    """Call the kernel of AdaBayes-K, with the struct ``matrices`` of matrix.h."""
+    if _require_library().adabayes_k_step(ctypes.byref(matrices)):
+        raise AssertionError("AdaBayes-K has no kernel for these types and sizes")
+
+
+@cache
+def num_matrix_buffers() -> int:
+    """Return how many matrices of scratch memory a thread needs in the kernel of AdaBayes-K."""
+    return int(_require_library().adabayes_k_buffers())
 
 
 def order_coefficients(rule: str, coefficients: Mapping[str, float]) -> list[float]:

@@ -15,7 +15,7 @@ from adabayes._util.tensors import Scalar, as_float, local
 from adabayes.kernels import unavailable
 from adabayes.kernels.backends import backend_for
 from adabayes.kernels.coefficients import Rule, StepOptions
-from adabayes.kernels.plan import Plan, explain_unfit
+from adabayes.kernels.plan import Plan, StatePlan, explain_unfit
 from adabayes.optim._engine.state import Group
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class FusedSteps:
 
     def __init__(self, rule: Rule | None) -> None:
         self._rule = rule
-        self._plans: dict[int, Plan] = {}  # by the id of the group
+        self._plans: dict[int, StatePlan] = {}  # by the id of the group
 
     def __bool__(self) -> bool:
         """Tell whether the last steps were fused."""
@@ -87,7 +87,7 @@ class FusedSteps:
         plan.take_step(grads, coefficients, options)
         return True
 
-    def _plan(self, optimizer: EngineOptimizer, group: Group, params: list[Tensor]) -> Plan | None:
+    def _plan(self, optimizer: EngineOptimizer, group: Group, params: list[Tensor]) -> StatePlan | None:
         """Return a valid plan for these parameters, or None if kernels cannot serve all of them."""
         plan = self._plans.get(id(group))
         if plan is None or not plan.is_valid(params, optimizer.state):
@@ -98,7 +98,7 @@ class FusedSteps:
         return plan
 
     @_disable_dynamo  # beyond its recompilation limit, the compiler traces functions that a step calls
-    def _new_plan(self, optimizer: EngineOptimizer, group: Group, params: list[Tensor]) -> Plan | None:
+    def _new_plan(self, optimizer: EngineOptimizer, group: Group, params: list[Tensor]) -> StatePlan | None:
         assert self._rule is not None
         indices = optimizer.indices(params)
         # Creates missing state; refuses sparse gradients, and state that lacks one of its two entries.

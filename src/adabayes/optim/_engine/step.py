@@ -161,14 +161,23 @@ class EngineOptimizer(StatefulOptimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            if not self._fused.step(self, group):
-                self._step_group(group)
+            for subgroup in self._subgroups(group):
+                if not self._step_fused(subgroup):
+                    self._step_group(subgroup)
         return loss
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether GradScaler leaves unscaling to the step, and tells it by ``found_inf`` whether to skip."""
         return self.KERNEL is not None and all(group.get("fused") for group in self.param_groups)
+
+    def _subgroups(self, group: Group) -> list[Group]:
+        """Split a group into groups that different kernels step."""
+        return [group]
+
+    def _step_fused(self, group: Group) -> bool:
+        """Take a step with kernels, if they can serve all tensors of the group; return whether it was taken."""
+        return self._fused.step(self, group)
 
     def _step_group(self, group: Group) -> None:
         """Take a step with torch's operations."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,14 +13,36 @@ from adabayes._util.checks import check_integer
 from adabayes._util.tensors import real_shape
 from adabayes.optim._engine.state import Entry, Group
 
-__all__ = ["blocks_of", "check_averages", "check_block_size", "chunks", "entries_of", "split_by_kind"]
+__all__ = ["Subgroups", "blocks_of", "check_averages", "check_block_size", "entries_of", "split_by_kind"]
 
-_CPU_CHUNK = 2**20  # weights that a CPU processes at a time
+_LAYOUT_SETTINGS = ("block_size", "max_size", "batch_dims", "share_bases")
 
 
 def blocks_of(p: Tensor, group: Group) -> Blocks | None:
     """Return the blocks of a parameter, or None if it is not rotated."""
-    return cut(real_shape(p), group["block_size"], group["max_size"], group["batch_dims"])
+    return cut(real_shape(p), group["block_size"], group["max_size"], group["batch_dims"], group["share_bases"])
+
+
+class Subgroups:
+    """Splits parameter groups into vectors and matrices. It remembers the result until parameters or settings change."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, list[Group]]] = {}  # by the id of the group
+
+    def __call__(self, group: Group) -> list[Group]:
+        """Return a group of the parameters that are not rotated and one of those that are, if there are any."""
+        settings = {name: value for name, value in group.items() if name != "params"}
+        shapes = [p.shape for p in group["params"]]
+        key = ([*map(id, group["params"])], shapes, [settings[name] for name in _LAYOUT_SETTINGS])
+        known, subgroups = self._known.get(id(group), (None, []))
+        if known != key:
+            is_rotated = [blocks_of(p, group) is not None for p in group["params"]]
+            kinds = [[p for p, kind in zip(group["params"], is_rotated) if kind == wanted] for wanted in (False, True)]
+            subgroups = [{"params": params} for params in kinds if params]
+            self._known[id(group)] = key, subgroups
+        for subgroup in subgroups:
+            subgroup.update(settings)
+        return subgroups
 
 
 def check_block_size(value: Any) -> int | tuple[int, int]:
@@ -36,35 +57,28 @@ def check_block_size(value: Any) -> int | tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def entries_of(blocks: Blocks | None) -> dict[str, Entry]:
-    """Return the entries of state: both averages; for each rotated side of each block, a factor and a basis."""
+    """Return the entries of state: both averages, and factors and bases for each side that is rotated."""
     average = Entry(shape=lambda shape: shape if blocks is None else blocks.shape)
     entries = {"exp_avg": average, "exp_avg_sq": average}
     if blocks is None:
         return entries
     for side, size in zip(blocks.sides, blocks.sizes):
-        square = Entry(shape=lambda _, size=size: (blocks.num_blocks, size, size), low=False)  # type: ignore[misc]
+        shape = blocks.num_bases(side), size, size
+        square = Entry(shape=lambda _, shape=shape: shape, low=False)  # type: ignore[misc]
         entries |= {f"factor_{side}": square, f"basis_{side}": square}
     return entries
 
 
-def split_by_kind(group: Group, replicated: bool) -> list[list[Tensor]]:
-    """Split parameters into lists that are stacked together: blocks of one size, on one device mesh.
-
-    On a CPU, a list has about ``_CPU_CHUNK`` weights. Ranks that communicate do so once per list, so their lists are
-    not split by size.
-    """
+def split_by_kind(group: Group) -> list[list[Tensor]]:
+    """Split parameters into lists that are stacked together: blocks of one size, on one device mesh."""
     kinds: dict[Any, list[Tensor]] = {}
-    weights: dict[Any, int] = {}  # of each kind so far
     seen: set[int] = set()
     for p in group["params"]:
         blocks = blocks_of(p, group)
-        mesh = getattr(p, "device_mesh", None)
-        # A parameter that occurs twice takes two steps, one after the other.
-        kind = len(kinds) if id(p) in seen else (blocks and (blocks.m, blocks.n, blocks.sides), mesh)
-        before = weights.setdefault(kind, 0)
-        unsplit = blocks is None or mesh is not None or replicated
-        kinds.setdefault((kind, 0 if unsplit else before // _weights_at_once(p)), []).append(p)
-        weights[kind] = before + p.numel()
+        kind: Any = blocks and (blocks.m, blocks.n, blocks.sides), getattr(p, "device_mesh", None)
+        if id(p) in seen:  # a parameter that occurs twice takes two steps, one after the other
+            kind = len(kinds)
+        kinds.setdefault(kind, []).append(p)
         seen.add(id(p))
     return list(kinds.values())
 
@@ -81,19 +95,3 @@ def check_averages(state: Mapping[Tensor, Mapping[str, Tensor]], group: Group) -
                     f"{wanted}. Its shape, block_size, max_size and batch_dims cannot change once there is state: set "
                     "them back, or make a new optimizer."
                 )
-
-
-def chunks(stack: Tensor, due: Sequence[int], unsplit: bool) -> Iterator[tuple[slice, list[int]]]:
-    """Split a stack of blocks into slices that are processed one at a time; yield each with its due blocks."""
-    at_once = len(stack) if unsplit else max(1, _weights_at_once(stack) // stack[0].numel())
-    for first in range(0, len(stack), at_once):
-        yield slice(first, first + at_once), [i - first for i in due if first <= i < first + at_once]
-
-
-def _weights_at_once(x: Tensor) -> int:
-    """Return how many weights to process at a time.
-
-    On a CPU, a chunk fits into the caches, and its memory is reused. A large array would get new memory from the system
-    at each step, which takes as long as rotating it. Other devices process everything at once.
-    """
-    return _CPU_CHUNK if x.is_cpu else sys.maxsize

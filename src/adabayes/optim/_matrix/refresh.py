@@ -22,13 +22,19 @@ class MatrixState(NamedTuple):
     V: Tensor  # the average of the squares of G'
     factors: Sides  # A and C
     bases: Sides  # Q_A and Q_C
+    owners: Sides = (None, None)  # for each matrix, the index of its basis; None if matrix i has basis i
+
+    def bases_of_matrices(self) -> Sides:
+        """Return the bases of each matrix."""
+        left, right = (Q if i is None or Q is None else Q[i] for Q, i in zip(self.bases, self.owners))
+        return left, right
 
 
 def initialize_bases_(state: MatrixState, G: Tensor, beta2: float, ranks: Ranks) -> None:
     """Compute the first factors, and their eigenvectors, from the first gradient."""
     for side, (factor, basis) in enumerate(zip(state.factors, state.bases)):
         if factor is not None and basis is not None:
-            _learn_(factor, G, side, beta2)
+            _learn_(factor, G, side, beta2, state.owners[side])
             basis.copy_(ranks.map(_eigenvectors, {"factor": factor}, cost=factor.shape[-1] ** 3)["basis"])
 
 
@@ -37,44 +43,58 @@ def learn_factors_(state: MatrixState, G: Tensor, coefficients: Any, t: int) -> 
     every = interval(t, coefficients.learn_every)
     for side, factor in enumerate(state.factors):
         if factor is not None and learns(side, t, every):
-            _learn_(factor, G, side, coefficients.beta2**every)
+            _learn_(factor, G, side, coefficients.beta2**every, state.owners[side])
 
 
-def refresh_bases_(state: MatrixState, coefficients: Any, due: list[int], ranks: Ranks) -> None:
-    """Refresh the bases of the blocks that are due, and express their averages in the new bases."""
-    if not due:
-        return
-    (A, C), (Q_A, Q_C) = state.factors, state.bases
-    names = {"M": state.M, "V": state.V, "A": A, "C": C, "Q_A": Q_A, "Q_C": Q_C}
-    entries = {name: x for name, x in names.items() if x is not None}
-    index = torch.tensor(due, device=state.M.device)
-    chosen = {name: x[index] for name, x in entries.items()}
-    for name in ("A", "C"):
-        if name in chosen:
-            chosen[name].nan_to_num_(0.0, 0.0, 0.0)  # entries that have overflowed start again
-    ratio = 0.0 if coefficients.centred else least_ratio(coefficients.beta1, coefficients.beta2)
-    cost = sum(x.shape[-1] ** 3 for name, x in chosen.items() if name in ("Q_A", "Q_C"))
-    refreshed = ranks.map(lambda blocks: _refresh(blocks, ratio), chosen, cost)
-    for name, x in (chosen | refreshed).items():
-        entries[name][index] = x
+def refresh_bases_(state: MatrixState, coefficients: Any, due: tuple[list[int], list[int]], ranks: Ranks) -> None:
+    """Refresh the bases that are due: M is rotated with them, and V is reordered and raised to its lower bound.
+
+    Args:
+        state: the state, which is updated in place.
+        coefficients: the coefficients of this step.
+        due: the indices of the left and of the right bases that are due.
+        ranks: the ranks that split the work.
+    """
+    touched: list[Tensor] = []
+    for side, (A, Q) in enumerate(zip(state.factors, state.bases)):
+        if A is None or Q is None or not due[side]:
+            continue
+        index = torch.tensor(due[side], device=Q.device)
+        A[index] = chosen = A[index].nan_to_num(0.0, 0.0, 0.0)  # entries that have overflowed start again
+        old = Q[index]
+        refreshed = ranks.map(_refresh, {"factor": chosen, "basis": old}, cost=Q.shape[-1] ** 3)
+        Q[index] = refreshed["basis"]
+        rotations, orders = old.mT @ refreshed["basis"], refreshed["order"].long()
+        if (owners := state.owners[side]) is not None:
+            position = torch.full((len(Q),), -1, device=Q.device)
+            position[index] = torch.arange(len(index), device=Q.device)
+            which = position[owners]
+            index = (which >= 0).nonzero().squeeze(1)
+            rotations, orders = rotations[which[index]], orders[which[index]]
+        state.M[index] = rotate(state.M[index], (None, rotations) if side else (rotations, None))
+        state.V[index] = reorder(state.V[index], orders, side)
+        touched.append(index)
+    if touched and not coefficients.centred:
+        index = torch.cat(touched).unique()
+        ratio = least_ratio(coefficients.beta1, coefficients.beta2)
+        state.V[index] = torch.maximum(state.V[index], ratio * state.M[index] ** 2)
 
 
-def _refresh(entries: Entries, ratio: float) -> Entries:
-    """Return the new bases, M rotated into them, and V reordered and at least ``ratio * M**2``."""
-    V = entries["V"]
-    old, new = (entries.get("Q_A"), entries.get("Q_C")), {}
-    for side, (factor, Q) in enumerate((("A", "Q_A"), ("C", "Q_C"))):
-        if Q in entries:
-            new[Q], order = eigenbasis.refresh(entries[factor], entries[Q])
-            V = reorder(V, order, side)
-    M = rotate(rotate(entries["M"], old, back=True), (new.get("Q_A"), new.get("Q_C")))
-    return {**new, "M": M, "V": torch.maximum(V, ratio * M * M) if ratio else V}
+def _learn_(factor: Tensor, G: Tensor, side: int, decay: float, owners: Tensor | None) -> None:
+    """Average a covariance: A = decay A + (1 - decay) G G^T for the left side, G^T G for the right one.
 
-
-def _learn_(factor: Tensor, G: Tensor, side: int, decay: float) -> None:
-    """Average a covariance: A = decay A + (1 - decay) G G^T for the left side, G^T G for the right one."""
+    Matrices that share a basis contribute the sum of their covariances.
+    """
     x = G.mT if side else G
-    factor.baddbmm_(x, x.mT, beta=decay, alpha=1 - decay)
+    if owners is None:
+        factor.baddbmm_(x, x.mT, beta=decay, alpha=1 - decay)
+    else:
+        factor.mul_(decay).index_add_(0, owners, x @ x.mT, alpha=1 - decay)
+
+
+def _refresh(entries: Entries) -> Entries:
+    basis, order = eigenbasis.refresh(entries["factor"], entries["basis"])
+    return {"basis": basis, "order": order.to(basis.dtype)}  # all entries that are sent have one dtype
 
 
 def _eigenvectors(entries: Entries) -> Entries:

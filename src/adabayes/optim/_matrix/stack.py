@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from adabayes._blocks.blocks import Blocks, from_blocks, to_blocks
-from adabayes.optim._engine.memory import is_aligned
+from adabayes.eigenbasis import Sides
+from adabayes.optim._matrix.refresh import MatrixState
 
-__all__ = ["LocalStack", "copy_back_", "stack_"]
+__all__ = ["LocalStack", "StackedState"]
+
+Ranges = list[tuple[int, int]]  # for each matrix, the first index and the end
 
 
 class LocalStack:
@@ -22,7 +25,11 @@ class LocalStack:
 
     def __init__(self, blocks: Sequence[Blocks]) -> None:
         self._blocks = blocks
-        self.ranges = [(0, b.num_blocks) for b in blocks]  # the blocks of each matrix that are in the stack
+        # the bases of each matrix that are in the stack, left and right
+        self.ranges: tuple[Ranges, Ranges] = (
+            [(0, b.num_bases(0)) for b in blocks],
+            [(0, b.num_bases(1)) for b in blocks],
+        )
 
     def to_blocks(self, matrices: Sequence[Tensor]) -> Tensor:
         """Return a stack of the blocks of all matrices."""
@@ -34,43 +41,36 @@ class LocalStack:
         stacks = stack.split([b.num_blocks for b in self._blocks])
         return [from_blocks(x, b, shape) for x, b, shape in zip(stacks, self._blocks, shapes)]
 
+    def owners(self, device: torch.device) -> Sides:
+        """Return the index of each block's left and right basis, or None if no bases are shared."""
+        if not self._blocks[0].shared:
+            return None, None
+        columns: list[list[int]] = [[], []]
+        for side, column in enumerate(columns):
+            first = 0
+            for b in self._blocks:
+                column += [first + b.basis_of(block, side) for block in range(b.num_blocks)]
+                first += b.num_bases(side)
+        left, right = (torch.tensor(column, device=device) for column in columns)
+        return left, right
 
-def stack_(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors as one, along their first axis: a view, after moving them next to each other in memory.
 
-    Where other tensors share their memory, moving them would keep all of the old memory alive. The result is then a
-    copy, and :func:`copy_back_` copies changes back.
+class StackedState:
+    """The state of several matrices as one stack.
+
+    Args:
+        entries: the entries of state by name, with one tensor for each matrix.
+        owners: the indices of the blocks' bases, as :meth:`LocalStack.owners` returns them.
     """
-    first = tensors[0]
-    if len(tensors) == 1 and is_aligned(first):
-        return first
-    if not (_are_adjacent(tensors) and is_aligned(first)):
-        stack = torch.cat(list(tensors))
-        if not _fill_their_memory(tensors):
-            return stack
-        for t, view in zip(tensors, stack.split([len(t) for t in tensors])):
-            t.set_(view)  # in place: other references to these tensors stay valid
-    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
 
+    def __init__(self, entries: Mapping[str, Sequence[Tensor]], owners: Sides) -> None:
+        self._entries = {name: [x for x in tensors if len(x)] for name, tensors in entries.items()}
+        self._stacks = {name: x[0] if len(x) == 1 else torch.cat(x) for name, x in self._entries.items()}
+        sides = [tuple(self._stacks.get(f"{kind}_{side}") for side in (0, 1)) for kind in ("factor", "basis")]
+        self.matrices = MatrixState(self._stacks["exp_avg"], self._stacks["exp_avg_sq"], sides[0], sides[1], owners)
 
-def copy_back_(tensors: Sequence[Tensor], stack: Tensor) -> None:
-    """Copy the values of ``stack_(tensors)`` to the tensors, if it was a copy."""
-    first = tensors[0]
-    if stack is not first and stack.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-        torch._foreach_copy_(list(tensors), list(stack.split([len(t) for t in tensors])))
-
-
-def _fill_their_memory(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether no other tensors can be in the memory of these."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(t.nbytes for t in tensors) >= sum(storages.values())
-
-
-def _are_adjacent(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether each tensor begins in memory where the one before it ends."""
-    storage, end = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
-    for t in tensors:
-        if t.data_ptr() != end or not t.is_contiguous() or t.untyped_storage().data_ptr() != storage:
-            return False
-        end += t.nbytes
-    return True
+    def copy_back_(self) -> None:
+        """Copy the stack to the entries of each matrix."""
+        for name, tensors in self._entries.items():
+            if len(tensors) > 1:
+                torch._foreach_copy_(tensors, list(self._stacks[name].split([len(x) for x in tensors])))

@@ -1,0 +1,192 @@
+"""Steps of AdaBayes-K by the CPU kernel: the tables that matrix.c reads."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adabayes._blocks.blocks import Blocks
+from adabayes.kernels.cpu import library
+
+__all__ = ["LARGEST_SIDE", "Matrix", "MatrixLaunch"]
+
+LARGEST_SIDE = 256  # of a rotated side, as in matrix.c
+_LONGEST_TILE = 128  # of a side that is not rotated
+
+
+class Matrix(NamedTuple):
+    """A parameter that is rotated, with its state, which stays at its address."""
+
+    param: Tensor
+    blocks: Blocks
+    state: dict[str, Tensor]
+    index: int  # among all of the optimizer's parameters, to select its random bits
+
+
+class _Tile(NamedTuple):
+    """The struct ``tile`` of matrix.h, which explains its fields."""
+
+    tensor: int
+    offset: int
+    stride: int
+    height: int
+    width: int
+    m: int
+    n: int
+    state_offset: int
+    state_stride: int
+    left: int
+    right: int
+
+
+class _Basis(NamedTuple):
+    """The struct ``basis`` of matrix.h."""
+
+    side: int
+    size: int
+    number: int
+    factor: int
+    basis: int
+
+
+class _Matrices(ctypes.Structure):
+    """The struct ``matrices`` of matrix.h."""
+
+    _fields_ = (
+        ("num_clusters", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("clusters", "tiles", "bases", "params", "grads", "exp_avgs")),
+        *((name, ctypes.c_void_p) for name in ("exp_avg_sqs", "indices", "rows", "coefficients")),
+        ("width", ctypes.c_int64),
+        ("scratch", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("largest", "seed")),
+        *((name, ctypes.c_int32) for name in ("param_type", "state_type", "threads", "returns_step")),
+    )
+
+
+class MatrixLaunch:
+    """Runs AdaBayes-K on matrices of one combination of dtypes."""
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self._dtypes = matrices[0].param.dtype, matrices[0].state["exp_avg"].dtype
+        clusters, tiles, bases = _tables(matrices)
+        self._num_clusters = len(clusters)
+        sides = chain.from_iterable((tile.m, tile.n) for tile in tiles)
+        self._largest = -(-max(sides) // 32) * 32
+        columns = {
+            "clusters": chain.from_iterable(clusters),
+            "tiles": chain.from_iterable(tiles),
+            "bases": chain.from_iterable(bases),
+            "params": (matrix.param.data_ptr() for matrix in matrices),
+            "exp_avgs": (matrix.state["exp_avg"].data_ptr() for matrix in matrices),
+            "exp_avg_sqs": (matrix.state["exp_avg_sq"].data_ptr() for matrix in matrices),
+            "indices": (matrix.index for matrix in matrices),
+        }
+        self._columns = {name: array("q", column) for name, column in columns.items()}
+        self._scratch = torch.empty(0, dtype=self._dtypes[0])
+
+    def take_step(
+        self, grads: Sequence[int], rows: Sequence[int], coefficients: Sequence[Sequence[float]], seed: int
+    ) -> None:
+        """Take a step.
+
+        Args:
+            grads: addresses of the gradients, which have the layout of the parameters.
+            rows: for each matrix, the index of its coefficients.
+            coefficients: the fields of ``matrix_coefficients`` in matrix.h.
+            seed: seed of the stochastic rounding.
+        """
+        threads = torch.get_num_threads()
+        needed = threads * library.num_matrix_buffers() * self._largest**2
+        if self._scratch.numel() < needed:
+            self._scratch = self._scratch.new_empty(needed)
+        columns = {
+            **self._columns,
+            "grads": array("q", grads),
+            "rows": array("q", rows),
+            "coefficients": array("d", chain.from_iterable(coefficients)),
+        }
+        pointers = {name: column.buffer_info()[0] for name, column in columns.items()}
+        param_type, state_type = (library.DTYPES[dtype] for dtype in self._dtypes)
+        matrices = _Matrices(
+            num_clusters=self._num_clusters,
+            width=len(coefficients[0]),
+            scratch=self._scratch.data_ptr(),
+            largest=self._largest,
+            seed=seed,
+            param_type=param_type,
+            state_type=state_type,
+            threads=threads,
+            **pointers,
+        )
+        library.call_matrix_kernel(matrices)
+
+
+def _tables(matrices: Sequence[Matrix]) -> tuple[list[tuple[int, int, int, int]], list[_Tile], list[_Basis]]:
+    """Return the clusters, the tiles and the bases of all matrices, with the largest clusters first."""
+    found: list[tuple[list[_Tile], list[_Basis]]] = []
+    for tensor, matrix in enumerate(matrices):
+        found += _clusters(tensor, matrix)
+    found.sort(key=lambda cluster: -len(cluster[0]))
+    clusters, tiles, bases = [], [], []
+    for own_tiles, own_bases in found:
+        clusters.append((len(tiles), len(own_tiles), len(bases), len(own_bases)))
+        shift = len(bases)
+        tiles += [
+            tile._replace(left=tile.left + shift * (tile.left >= 0), right=tile.right + shift * (tile.right >= 0))
+            for tile in own_tiles
+        ]
+        bases += own_bases
+    return clusters, tiles, bases
+
+
+def _clusters(tensor: int, matrix: Matrix) -> Iterator[tuple[list[_Tile], list[_Basis]]]:
+    """Yield the tiles and the bases of each block, or of all blocks that share bases."""
+    blocks = matrix.blocks
+    together = blocks.rows * blocks.columns if blocks.shared else 1
+    for first in range(0, blocks.num_blocks, together):
+        positions: dict[tuple[int, int], int] = {}  # of each side and number, in the list of bases
+        tiles: list[_Tile] = []
+        for block in range(first, first + together):
+            keys = [(side, blocks.basis_of(block, side)) for side in blocks.sides]
+            by_side = {key[0]: positions.setdefault(key, len(positions)) for key in keys}
+            tiles += _tiles(tensor, blocks, block, by_side.get(0, -1), by_side.get(1, -1))
+        yield tiles, [_basis(matrix, side, number) for side, number in positions]
+
+
+def _tiles(tensor: int, blocks: Blocks, block: int, left: int, right: int) -> Iterator[_Tile]:
+    """Yield the tiles of a block: the block itself, unless it has a long side that is not rotated."""
+    _, height, width, m, n, *_ = blocks
+    matrix, row, column = (
+        block // (blocks.rows * blocks.columns),
+        block // blocks.columns % blocks.rows,
+        block % blocks.columns,
+    )
+    tall, wide = (size if side in blocks.sides else min(size, _LONGEST_TILE) for side, size in enumerate((m, n)))
+    for i in range(0, m, tall):
+        for j in range(0, n, wide):
+            yield _Tile(
+                tensor=tensor,
+                offset=(matrix * height + row * m + i) * width + column * n + j,
+                stride=width,
+                height=max(0, min(tall, m - i, height - row * m - i)),
+                width=max(0, min(wide, n - j, width - column * n - j)),
+                m=min(tall, m - i),
+                n=min(wide, n - j),
+                state_offset=(block * m + i) * n + j,
+                state_stride=n,
+                left=left,
+                right=right,
+            )
+
+
+def _basis(matrix: Matrix, side: int, number: int) -> _Basis:
+    factor, basis = matrix.state[f"factor_{side}"], matrix.state[f"basis_{side}"]
+    size = basis.shape[-1]
+    offset = number * size * size * basis.itemsize
+    return _Basis(side, size, number, factor.data_ptr() + offset, basis.data_ptr() + offset)

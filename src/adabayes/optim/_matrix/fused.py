@@ -1,0 +1,54 @@
+"""Fused steps of AdaBayes-K: when a kernel steps the matrices of a group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from adabayes.eigenbasis import limit
+from adabayes.kernels.coefficients import ADABAYES_FP
+from adabayes.kernels.cpu.matrix import Matrix
+from adabayes.kernels.matrix_plan import MatrixPlan, explain_unfit_matrix
+from adabayes.kernels.plan import StatePlan
+from adabayes.optim._engine.fused import FusedSteps
+from adabayes.optim._engine.state import Group
+from adabayes.optim._matrix.layout import blocks_of
+from adabayes.optim._matrix.refresh import initialize_bases_
+from adabayes.optim._matrix.replicated import Ranks
+from adabayes.optim._matrix.stack import LocalStack, StackedState
+
+if TYPE_CHECKING:
+    from adabayes.optim._engine.step import EngineOptimizer
+
+__all__ = ["FusedMatrixSteps"]
+
+
+class FusedMatrixSteps(FusedSteps):
+    """The fused steps of matrices: rotations, AdaBayes-FP in the eigenbasis, factors and refreshes, in one call."""
+
+    def __init__(self) -> None:
+        super().__init__(ADABAYES_FP)
+
+    @_disable_dynamo
+    def _new_plan(self, optimizer: EngineOptimizer, group: Group, params: list[Tensor]) -> StatePlan | None:
+        if len(set(map(id, params))) < len(params):  # a parameter that occurs twice takes two steps
+            return None
+        optimizer._init_group(group, [], [], [])
+        matrices = []
+        for p, index in zip(params, optimizer.indices(params)):
+            blocks, state = blocks_of(p, group), optimizer.state[p]
+            assert blocks is not None
+            if explain_unfit_matrix(p, state, blocks):
+                return None
+            matrices.append(Matrix(p, blocks, state, index))
+        beta2 = group["betas"][1]
+        return MatrixPlan(matrices, lambda matrix, gradient: _initialize_bases(matrix, gradient, beta2))
+
+
+def _initialize_bases(matrix: Matrix, gradient: Tensor, beta2: float) -> None:
+    """Compute the first factors and bases of a matrix from its first gradient."""
+    stack = LocalStack([matrix.blocks])
+    state = StackedState({name: [x] for name, x in matrix.state.items() if x.dim()}, stack.owners(gradient.device))
+    initialize_bases_(state.matrices, limit(stack.to_blocks([gradient])), beta2, Ranks())
