@@ -21,7 +21,7 @@ from adabayes._util.arrays import namespace
 __all__ = ["carry_over", "eigenvectors", "factor", "least_ratio", "limit", "refresh", "reorder", "rotate"]
 
 RAMP = 1e-5  # difference between the ramp's entries on the diagonal, which makes the first eigenvectors unique
-SHIFT = 1e-5  # multiple of the identity that is added to a factor when its basis is refreshed
+SHIFT = 1e-4  # multiple of the identity that is added to a factor when its basis is refreshed
 
 Array = Any  # torch.Tensor | jax.Array
 Sides = tuple[
