@@ -72,9 +72,10 @@ def eigenvectors(factor: Array) -> Array:
 def refresh(factor: Array, basis: Array) -> tuple[Array, Array]:
     r"""Take one step of orthogonal iteration, :math:`Q \leftarrow \text{qr}(A Q + \delta Q)`; return basis and order.
 
-    The factor is scaled to a largest entry of 1. The small shift :math:`\delta` preserves the eigenvectors of the factor.
-    Directions without gradients keep their place; without the shift, rounding would choose new ones. The columns are first sorted by their Rayleigh quotients :math:`q^T A q`, largest first, because QR orthogonalises
-    each column against those before it. The order maps new columns to old ones: :func:`reorder` applies it.
+    The factor is scaled to a largest entry of 1. The small shift :math:`\delta` does not change its eigenvectors. With
+    it, directions without gradients keep their place; without it, rounding would choose new ones. The columns are first
+    sorted by their Rayleigh quotients :math:`q^T A q`, largest first, because QR orthogonalises each column against
+    those before it. The order maps new columns to old ones: :func:`reorder` applies it.
     """
     product = _scale(factor) @ basis + SHIFT * basis
     order = (-(basis * product).sum(-2)).argsort(-1)

@@ -26,6 +26,7 @@ from adabayes._blocks.blocks import Blocks
 from adabayes._blocks.ownership import first_owners, owned_range
 from adabayes._util.distributed import num_rank_orders
 from adabayes._util.tensors import local, real_shape, real_view
+from adabayes.eigenbasis import Sides
 
 __all__ = ["Owners", "ShardedStack", "is_sharded", "shard_like"]
 
@@ -64,6 +65,12 @@ class Owners:
         """Choose the owners of matrices that have none yet. All processes must call this in the same order."""
         new: dict[tuple[int, ...], list[tuple[Tensor, Blocks]]] = {}
         for p, blocks in params:
+            if blocks and blocks.shared:
+                raise NotImplementedError(
+                    f"share_bases=True does not work with sharded parameters, and one of shape {tuple(p.shape)} is "
+                    "sharded: its blocks have different owners. Leave share_bases out: sharding already divides the "
+                    "state among the devices."
+                )
             if blocks is None:
                 self._firsts[p] = None
             elif p not in self._firsts:
@@ -257,7 +264,9 @@ class ShardedStack:
     def __init__(self, matrices: Sequence[_Matrix], group: Any, device: torch.device) -> None:
         self._matrices, self._group = matrices, group
         here, world = dist.get_rank(group), dist.get_world_size(group)
-        self.ranges = [matrix.owned_range(here) for matrix in matrices]
+        owned = [matrix.owned_range(here) for matrix in matrices]
+        self.ranges = (owned, owned)  # the bases of each matrix that are in the stack, left and right
+        self._num_blocks = sum(end - begin for begin, end in owned)
         _, self._m, self._n = matrices[0].blocks.shape
         self._unit = math.gcd(*(matrix.unit for matrix in matrices))
         self._widths = [matrix.width(here, self._unit) for matrix in matrices]
@@ -291,7 +300,7 @@ class ShardedStack:
     def to_blocks(self, shards: Sequence[Tensor]) -> Tensor:
         """Send shards to the owners of their blocks; return a stack of the blocks that this process owns."""
         units = torch.cat([self._to_units(x, width) for x, width in zip(shards, self._widths)])
-        stack = units.new_zeros(sum(end - begin for begin, end in self.ranges), self._m, self._n)
+        stack = units.new_zeros(self._num_blocks, self._m, self._n)
         stack.view(-1, self._unit)[self._to_owners.put] = self._send(units, self._to_owners)
         return stack
 
@@ -307,6 +316,10 @@ class ShardedStack:
             shards.append(rows[:, : math.prod(shape[1:])].reshape(tuple(shape)))
             first += count
         return shards
+
+    def owners(self, device: torch.device) -> Sides:
+        """Return None for both sides: blocks of sharded matrices do not share their bases."""
+        return None, None
 
     def _to_units(self, x: Tensor, width: int) -> Tensor:
         rows = x.reshape(len(x), math.prod(x.shape[1:]))
