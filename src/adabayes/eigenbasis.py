@@ -60,13 +60,15 @@ def eigenvectors(factor: Array) -> Array:
 
     The factor is scaled to a largest entry of 1, and a small ramp is subtracted from its diagonal: 0, 1, 2, ... times
     ``RAMP``. Where the gradient has no component, the eigenvectors are then the weights' own axes, in order. Without
-    the ramp, rounding would choose them, and LAPACK in fp32 might not converge if most rows of a factor are zero.
+    the ramp, rounding would choose them, and LAPACK in fp32 might not converge if most rows of a factor are zero. The
+    ramp turns the other eigenvectors a little; a step of orthogonal iteration turns them back.
     """
     library = namespace(factor)
     scaled = _scale(factor)
     # As with any optimizer, a gradient of nan makes the weights nan; it should not raise an error here.
     finite = library.where(scaled * 0 == 0, scaled, 0.0)
-    return library.linalg.eigh(RAMP * _count_diagonal(factor) - finite)[1]  # negated: eigh sorts eigenvalues upwards
+    basis = library.linalg.eigh(RAMP * _count_diagonal(factor) - finite)[1]  # negated: eigh sorts eigenvalues upwards
+    return refresh(finite, basis)[0]
 
 
 def refresh(factor: Array, basis: Array) -> tuple[Array, Array]:

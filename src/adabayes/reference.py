@@ -188,9 +188,11 @@ def adabayes_k(
 def _eigenvectors(A: Float64) -> Float64:
     """Return the eigenvectors of a factor as columns, sorted by eigenvalue, largest first.
 
-    Where A has no component, a small decreasing diagonal selects the axes, in order.
+    Where A has no component, a small decreasing diagonal selects the axes, in order. It turns the other eigenvectors a
+    little, and a refresh turns them back.
     """
-    return np.linalg.eigh(_scale(A) - 1e-5 * np.diag(np.arange(len(A)))).eigenvectors[:, ::-1]
+    Q = np.linalg.eigh(_scale(A) - 1e-5 * np.diag(np.arange(len(A)))).eigenvectors[:, ::-1]
+    return _refresh(A, Q)[0]
 
 
 def _refresh(A: Float64, Q: Float64) -> tuple[Float64, NDArray[np.intp]]:

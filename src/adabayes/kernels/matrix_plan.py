@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from adabayes._blocks.blocks import Blocks
-from adabayes._util.tensors import as_float
+from adabayes._util.tensors import as_float, has_gaps
 from adabayes.kernels.coefficients import ADABAYES_FP, StepOptions, derive_matrix_coefficients
 from adabayes.kernels.cpu import library
 from adabayes.kernels.cpu.matrix import LARGEST_SIDE, Matrix, MatrixLaunch
@@ -75,8 +75,8 @@ def explain_unfit_matrix(p: Tensor, state: dict[str, Tensor], blocks: Blocks) ->
         (torch.float64, torch.float64),
     }:
         return f"AdaBayes-K has no kernel for parameters of {p.dtype} with state of {average}."
-    if not p.is_contiguous() or not all(t.is_contiguous() for t in state.values()):
-        return f"{name} or its state is not contiguous."
+    if has_gaps(p) or not all(t.is_contiguous() for t in state.values()):
+        return f"{name} has gaps in memory, or its state is not contiguous."
     if max(blocks.sizes) > LARGEST_SIDE:
         return f"{name} has blocks with sides up to {max(blocks.sizes)}; the kernel rotates sides up to {LARGEST_SIDE}."
     return None

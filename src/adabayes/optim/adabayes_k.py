@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from adabayes._blocks.blocks import Blocks, to_blocks
 from adabayes._blocks.schedule import due_bases, interval
 from adabayes._util.averages import bias_correction
-from adabayes._util.checks import check_integer, check_range
+from adabayes._util.checks import check_range
 from adabayes._util.tensors import Scalar, as_float, full, local, real_view
 from adabayes.eigenbasis import carry_over, eigenvectors, factor, limit, rotate
 from adabayes.kernels.coefficients import ADABAYES_FP
@@ -27,7 +27,7 @@ from adabayes.optim._matrix.layout import (
     Subgroups,
     blocks_of,
     check_averages,
-    check_block_size,
+    check_integers,
     entries_of,
     split_by_kind,
 )
@@ -253,7 +253,7 @@ class AdaBayesK(FixedPointOptimizer):
             cautious=group["cautious"],
             centred=group["centred"],
             learn_every=group["learn_every"],
-            refresh=int(group["refresh"]),
+            refresh=group["refresh"],
             fused=group["fused"],
             blocks={p: blocks_of(p, group) for p in group["params"]},
         )
@@ -271,7 +271,8 @@ class AdaBayesK(FixedPointOptimizer):
         if self._ranks.communicates:
             return False
         check_averages(self.state, group)
-        return self._fused_matrices.step(self, group)
+        with torch._C._DisableAutocast():  # for the first bases
+            return self._fused_matrices.step(self, group)
 
     def _split(self, group: Group, coefficients: Coefficients) -> list[Group]:
         check_averages(self.state, group)
@@ -325,10 +326,7 @@ class AdaBayesK(FixedPointOptimizer):
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         explain(AdaBayesK, [name for name in ("capturable", "differentiable") if group[name]])
-        for name in ("learn_every", "refresh", "max_size"):
-            group[name] = check_integer(name, group[name])
-        group["block_size"] = check_block_size(group["block_size"])
-        group["batch_dims"] = check_integer("batch_dims", group["batch_dims"], least=0)
+        group.update(check_integers(group))
         check_range("matrix_scale", group["matrix_scale"])
 
     # Migration

@@ -13,6 +13,7 @@
 #define copy_padded NAMED(copy_padded)
 #define transpose NAMED(transpose)
 #define as_padded NAMED(as_padded)
+#define limit NAMED(limit)
 #define load_gradient NAMED(load_gradient)
 #define load_state NAMED(load_state)
 #define store_state NAMED(store_state)
@@ -108,15 +109,21 @@ static const REAL *as_padded(const REAL *x, int64_t size, REAL *scratch) {
 
 /* Memory */
 
-/* Copies a tile of the gradient into scratch memory. Finite entries are limited, so that their sums stay finite. */
-static void load_gradient(REAL *to, const REAL *from, const tile *s, REAL unscale) {
-    const int64_t row = padded(s->n);
+/* Limits finite values, so that their sums stay finite. */
+static inline REAL limit(REAL g) {
+    const REAL size = g < 0 ? -g : g, limited = g < 0 ? -LARGEST_GRADIENT : LARGEST_GRADIENT;
+    return size > LARGEST_GRADIENT && size <= LARGEST_REAL ? limited : g;
+}
+
+/* Copies a tile of the gradient into scratch memory. */
+static void load_gradient(REAL *restrict to, const matrices *x, const tile *s, REAL unscale) {
+    const int64_t row = padded(s->n), *columns = x->columns[s->tensor];
     for (int64_t i = 0; i < s->height; i++) {
-        for (int64_t j = 0; j < s->width; j++) {
-            const REAL g = from[i * s->stride + j] * unscale, size = g < 0 ? -g : g;
-            const REAL limited = g < 0 ? -LARGEST_GRADIENT : LARGEST_GRADIENT;
-            to[i * row + j] = size > LARGEST_GRADIENT && size <= LARGEST_REAL ? limited : g;
-        }
+        const REAL *from = (const REAL *)x->grads[s->tensor] + s->offset + i * s->stride;
+        if (columns)
+            for (int64_t j = 0; j < s->width; j++) to[i * row + j] = limit(from[columns[s->column + j]] * unscale);
+        else
+            for (int64_t j = 0; j < s->width; j++) to[i * row + j] = limit(from[s->column + j] * unscale);
         memset(to + i * row + s->width, 0, (size_t)(row - s->width) * sizeof(REAL));
     }
     memset(to + s->height * row, 0, (size_t)((padded(s->m) - s->height) * row) * sizeof(REAL));
@@ -153,15 +160,19 @@ static void store_state(void *state, const REAL *from, const tile *s, int state_
     }
 }
 
-/* Moves the weights of a tile, or writes the step. */
-static void move_weights(REAL *to, const REAL *step, const tile *s, REAL shrink, int returns_step) {
-    const int64_t row = padded(s->n);
+/* Moves the weights of a tile. */
+static void move_weights(const matrices *x, const tile *s, const REAL *step, REAL shrink) {
+    const int64_t row = padded(s->n), *columns = x->columns[s->tensor];
     for (int64_t i = 0; i < s->height; i++) {
-        REAL *restrict p = to + i * s->stride;
+        REAL *restrict p = (REAL *)x->params[s->tensor] + s->offset + i * s->stride;
         const REAL *restrict u = step + i * row;
-        if (returns_step) memcpy(p, u, (size_t)s->width * sizeof(REAL));
+        if (columns)
+            for (int64_t j = 0; j < s->width; j++) {
+                REAL *to = p + columns[s->column + j];
+                *to = *to * shrink - u[j];
+            }
         else
-            for (int64_t j = 0; j < s->width; j++) p[j] = p[j] * shrink - u[j];
+            for (int64_t j = 0; j < s->width; j++) p[s->column + j] = p[s->column + j] * shrink - u[j];
     }
 }
 
@@ -200,7 +211,7 @@ static void step_tile(const matrices *x, const tile *s, const matrix_coefficient
     const int64_t m = s->m, n = s->n, row = padded(n);
     const basis *left = s->left < 0 ? 0 : x->bases + s->left, *right = s->right < 0 ? 0 : x->bases + s->right;
     REAL *G = scratch[0], *now = scratch[1], *next = scratch[2], *spare;
-    load_gradient(G, (const REAL *)x->grads[s->tensor] + s->offset, s, (REAL)c->unscale);
+    load_gradient(G, x, s, (REAL)c->unscale);
     memcpy(now, G, (size_t)(padded(m) * row) * sizeof(REAL));
 #define SWAP spare = now, now = next, next = spare
 
@@ -215,7 +226,7 @@ static void step_tile(const matrices *x, const tile *s, const matrix_coefficient
         multiply(m, n, n, now, row, 1, scratch[5], row, 0, 1, next, row), SWAP; /* Q_A U' Q_C^T */
     }
 #undef SWAP
-    move_weights((REAL *)x->params[s->tensor] + s->offset, now, s, (REAL)c->shrink, x->returns_step);
+    move_weights(x, s, now, (REAL)c->shrink);
 
     const REAL weight = (REAL)(1 - c->factor_decay);
     if (left && c->learns[0] != 0) learn_factor(left, s, G, weight, next, scratch[5]);
@@ -365,6 +376,7 @@ static void step_cluster(void *data, int64_t index, int worker) {
 #undef copy_padded
 #undef transpose
 #undef as_padded
+#undef limit
 #undef load_gradient
 #undef load_state
 #undef store_state

@@ -5,8 +5,9 @@
  * part of it. */
 typedef struct {
     int64_t tensor;        /* index of the parameter */
-    int64_t offset;        /* of the first element in the parameter */
+    int64_t offset;        /* of the first row in the parameter */
     int64_t stride;        /* elements from one row to the next in the parameter */
+    int64_t column;        /* index of the first column in the matrix */
     int64_t height, width; /* of the part that lies inside the parameter; zeros fill up the rest */
     int64_t m, n;          /* size */
     int64_t state_offset;  /* of the first element in the averages */
@@ -46,8 +47,9 @@ typedef struct {
     const cluster *clusters;
     const tile *tiles;
     const basis *bases;
-    void *const *params;       /* of each parameter; with returns_step, memory that receives the step */
-    const void *const *grads;
+    void *const *params;
+    const void *const *grads;  /* with the layout of the parameter */
+    const int64_t *const *columns; /* where each column is in a row of the parameter; 0 if they are in order */
     void *const *exp_avgs;     /* M, in the eigenbasis: a stack of blocks */
     void *const *exp_avg_sqs;  /* V, likewise */
     const int64_t *indices;    /* of each parameter among all of the optimizer's, for the random generator */
@@ -57,7 +59,7 @@ typedef struct {
     void *scratch;             /* for each thread, BUFFERS matrices of size `largest` */
     int64_t largest;           /* the largest side of a tile, a multiple of 32 */
     int64_t seed;
-    int32_t param_type, state_type, threads, returns_step;
+    int32_t param_type, state_type, threads;
 } matrices;
 
 #define BUFFERS 7

@@ -6,7 +6,7 @@ import ctypes
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class Matrix(NamedTuple):
 
     param: Tensor
     blocks: Blocks
+    batch_dims: int  # the number of leading dimensions that count matrices
     state: dict[str, Tensor]
     index: int  # among all of the optimizer's parameters, to select its random bits
 
@@ -35,6 +36,7 @@ class _Tile(NamedTuple):
     tensor: int
     offset: int
     stride: int
+    column: int
     height: int
     width: int
     m: int
@@ -60,12 +62,12 @@ class _Matrices(ctypes.Structure):
 
     _fields_ = (
         ("num_clusters", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("clusters", "tiles", "bases", "params", "grads", "exp_avgs")),
-        *((name, ctypes.c_void_p) for name in ("exp_avg_sqs", "indices", "rows", "coefficients")),
+        *((name, ctypes.c_void_p) for name in ("clusters", "tiles", "bases", "params", "grads", "columns")),
+        *((name, ctypes.c_void_p) for name in ("exp_avgs", "exp_avg_sqs", "indices", "rows", "coefficients")),
         ("width", ctypes.c_int64),
         ("scratch", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("largest", "seed")),
-        *((name, ctypes.c_int32) for name in ("param_type", "state_type", "threads", "returns_step")),
+        *((name, ctypes.c_int32) for name in ("param_type", "state_type", "threads")),
     )
 
 
@@ -78,16 +80,18 @@ class MatrixLaunch:
         self._num_clusters = len(clusters)
         sides = chain.from_iterable((tile.m, tile.n) for tile in tiles)
         self._largest = -(-max(sides) // 32) * 32
+        self._orders = [_column_order(matrix) for matrix in matrices]
         columns = {
             "clusters": chain.from_iterable(clusters),
             "tiles": chain.from_iterable(tiles),
             "bases": chain.from_iterable(bases),
             "params": (matrix.param.data_ptr() for matrix in matrices),
+            "columns": (0 if order is None else order.data_ptr() for order in self._orders),
             "exp_avgs": (matrix.state["exp_avg"].data_ptr() for matrix in matrices),
             "exp_avg_sqs": (matrix.state["exp_avg_sq"].data_ptr() for matrix in matrices),
             "indices": (matrix.index for matrix in matrices),
         }
-        self._columns = {name: array("q", column) for name, column in columns.items()}
+        self._columns: dict[str, array[Any]] = {name: array("q", column) for name, column in columns.items()}
         self._scratch = torch.empty(0, dtype=self._dtypes[0])
 
     def take_step(
@@ -133,7 +137,9 @@ def _tables(matrices: Sequence[Matrix]) -> tuple[list[tuple[int, int, int, int]]
     for tensor, matrix in enumerate(matrices):
         found += _clusters(tensor, matrix)
     found.sort(key=lambda cluster: -len(cluster[0]))
-    clusters, tiles, bases = [], [], []
+    clusters: list[tuple[int, int, int, int]] = []
+    tiles: list[_Tile] = []
+    bases: list[_Basis] = []
     for own_tiles, own_bases in found:
         clusters.append((len(tiles), len(own_tiles), len(bases), len(own_bases)))
         shift = len(bases)
@@ -155,25 +161,26 @@ def _clusters(tensor: int, matrix: Matrix) -> Iterator[tuple[list[_Tile], list[_
         for block in range(first, first + together):
             keys = [(side, blocks.basis_of(block, side)) for side in blocks.sides]
             by_side = {key[0]: positions.setdefault(key, len(positions)) for key in keys}
-            tiles += _tiles(tensor, blocks, block, by_side.get(0, -1), by_side.get(1, -1))
+            tiles += _tiles(tensor, matrix, block, by_side.get(0, -1), by_side.get(1, -1))
         yield tiles, [_basis(matrix, side, number) for side, number in positions]
 
 
-def _tiles(tensor: int, blocks: Blocks, block: int, left: int, right: int) -> Iterator[_Tile]:
+def _tiles(tensor: int, matrix: Matrix, block: int, left: int, right: int) -> Iterator[_Tile]:
     """Yield the tiles of a block: the block itself, unless it has a long side that is not rotated."""
+    p, blocks, batch_dims = matrix.param, matrix.blocks, matrix.batch_dims
     _, height, width, m, n, *_ = blocks
-    matrix, row, column = (
-        block // (blocks.rows * blocks.columns),
-        block // blocks.columns % blocks.rows,
-        block % blocks.columns,
-    )
+    number, index = divmod(block, blocks.rows * blocks.columns)
+    row, column = divmod(index, blocks.columns)
+    first = int(_positions(p.shape[:batch_dims], p.stride()[:batch_dims])[number])
+    stride = p.stride(batch_dims)
     tall, wide = (size if side in blocks.sides else min(size, _LONGEST_TILE) for side, size in enumerate((m, n)))
     for i in range(0, m, tall):
         for j in range(0, n, wide):
             yield _Tile(
                 tensor=tensor,
-                offset=(matrix * height + row * m + i) * width + column * n + j,
-                stride=width,
+                offset=first + (row * m + i) * stride,
+                stride=stride,
+                column=column * n + j,
                 height=max(0, min(tall, m - i, height - row * m - i)),
                 width=max(0, min(wide, n - j, width - column * n - j)),
                 m=min(tall, m - i),
@@ -183,6 +190,24 @@ def _tiles(tensor: int, blocks: Blocks, block: int, left: int, right: int) -> It
                 left=left,
                 right=right,
             )
+
+
+def _column_order(matrix: Matrix) -> Tensor | None:
+    """Return where each column is in a row of a parameter, or None if they are in order.
+
+    The channels of a convolution come first or last, depending on its memory format.
+    """
+    p, batch_dims = matrix.param, matrix.batch_dims
+    order = _positions(p.shape[batch_dims + 1 :], p.stride()[batch_dims + 1 :])
+    return None if torch.equal(order, torch.arange(len(order))) else order
+
+
+def _positions(shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """Return the positions in memory of all elements, in the order of their indices."""
+    positions = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(shape, strides):
+        positions = (positions[:, None] + torch.arange(size) * stride).flatten()
+    return positions
 
 
 def _basis(matrix: Matrix, side: int, number: int) -> _Basis:

@@ -42,7 +42,7 @@ class FusedMatrixSteps(FusedSteps):
             assert blocks is not None
             if explain_unfit_matrix(p, state, blocks):
                 return None
-            matrices.append(Matrix(p, blocks, state, index))
+            matrices.append(Matrix(p, blocks, group["batch_dims"], state, index))
         beta2 = group["betas"][1]
         return MatrixPlan(matrices, lambda matrix, gradient: _initialize_bases(matrix, gradient, beta2))
 

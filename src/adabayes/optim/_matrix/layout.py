@@ -13,9 +13,9 @@ from adabayes._util.checks import check_integer
 from adabayes._util.tensors import real_shape
 from adabayes.optim._engine.state import Entry, Group
 
-__all__ = ["Subgroups", "blocks_of", "check_averages", "check_block_size", "entries_of", "split_by_kind"]
+__all__ = ["Subgroups", "blocks_of", "check_averages", "check_integers", "entries_of", "split_by_kind"]
 
-_LAYOUT_SETTINGS = ("block_size", "max_size", "batch_dims", "share_bases")
+_INTEGERS = {"learn_every": 1, "refresh": 1, "max_size": 1, "batch_dims": 0}  # settings, and their least values
 
 
 def blocks_of(p: Tensor, group: Group) -> Blocks | None:
@@ -24,29 +24,35 @@ def blocks_of(p: Tensor, group: Group) -> Blocks | None:
 
 
 class Subgroups:
-    """Splits parameter groups into vectors and matrices. It remembers the result until parameters or settings change."""
+    """Splits parameter groups into vectors and matrices, and remembers the result until they change."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, list[Group]]] = {}  # by the id of the group
+        self._known: dict[int, tuple[Any, Group, list[Group]]] = {}  # by the id of the group
 
     def __call__(self, group: Group) -> list[Group]:
         """Return a group of the parameters that are not rotated and one of those that are, if there are any."""
         settings = {name: value for name, value in group.items() if name != "params"}
-        shapes = [p.shape for p in group["params"]]
-        key = ([*map(id, group["params"])], shapes, [settings[name] for name in _LAYOUT_SETTINGS])
-        known, subgroups = self._known.get(id(group), (None, []))
+        chosen = {name: settings[name] for name in (*_INTEGERS, "block_size", "share_bases")}
+        key = [*map(id, group["params"])], [p.shape for p in group["params"]], chosen
+        known, integers, subgroups = self._known.get(id(group), (None, {}, []))
         if known != key:
-            is_rotated = [blocks_of(p, group) is not None for p in group["params"]]
+            integers = check_integers(group)
+            is_rotated = [blocks_of(p, {**group, **integers}) is not None for p in group["params"]]
             kinds = [[p for p, kind in zip(group["params"], is_rotated) if kind == wanted] for wanted in (False, True)]
             subgroups = [{"params": params} for params in kinds if params]
-            self._known[id(group)] = key, subgroups
+            self._known[id(group)] = key, integers, subgroups
         for subgroup in subgroups:
-            subgroup.update(settings)
+            subgroup.update(settings | integers)
         return subgroups
 
 
-def check_block_size(value: Any) -> int | tuple[int, int]:
-    """Return ``block_size`` as an integer or a pair of integers; raise if it is neither."""
+def check_integers(group: Group) -> Group:
+    """Return the settings of AdaBayes-K that must be integers, as ints; raise if one is not an integer."""
+    integers = {name: check_integer(name, group[name], least) for name, least in _INTEGERS.items()}
+    return {**integers, "block_size": _check_block_size(group["block_size"])}
+
+
+def _check_block_size(value: Any) -> int | tuple[int, int]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         return check_integer("block_size", value)
     if len(value) != 2:

@@ -74,9 +74,10 @@ def refresh_bases_(state: MatrixState, coefficients: Any, due: tuple[list[int], 
         state.M[index] = rotate(state.M[index], (None, rotations) if side else (rotations, None))
         state.V[index] = reorder(state.V[index], orders, side)
         touched.append(index)
-    if touched and not coefficients.centred:
-        index = torch.cat(touched).unique()
-        ratio = least_ratio(coefficients.beta1, coefficients.beta2)
+    if coefficients.centred:
+        return
+    ratio = least_ratio(coefficients.beta1, coefficients.beta2)
+    for index in touched:
         state.V[index] = torch.maximum(state.V[index], ratio * state.M[index] ** 2)
 
 

@@ -1,0 +1,89 @@
+"""Compare values of ``matrix_scale`` and settings of AdaBayes-K on the suite, relative to the records in evidence/.
+
+    python benchmarks/matrix_scale.py swap        # tuned AdamW's settings, matrix_scale 3, 4 and 5, three seeds
+    python benchmarks/matrix_scale.py one         # one setting for all workloads, three seeds
+    python benchmarks/matrix_scale.py before      # the settings and seeds of the records, with matrix_scale 1
+
+Each prints validation losses at the end of training, as means over seeds, and their ratios to a record: AdamW's for
+the first two, AdaBayes-K's for the last. Runs are kept in out/matrix_scale, and resume.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from adabayes.lab.protocol import WORKLOADS, load
+from adabayes.lab.suite import Record, final_of, geometric_mean
+
+OUT = Path("out/matrix_scale")
+Settings = dict[str, Mapping[str, Any]]  # the settings of AdaBayes-K, by a name
+
+
+def candidates(study: str, record: Record) -> Settings:
+    """Return the settings that a study compares on a workload."""
+    if study == "before":
+        return {"record": {**record.chosen["adabayes-k"], "matrix_scale": 1.0}}
+    if study == "swap":
+        swapped = {name: record.chosen["adamw"][name] for name in ("lr", "weight_decay")}
+        return {f"scale-{scale}": {**swapped, "matrix_scale": float(scale)} for scale in (3, 4, 5)}
+    return {
+        f"lr-{lr:g}-decay-{decay:g}": {"lr": lr, "weight_decay": decay, "matrix_scale": 4.0}
+        for lr in (0.002, 0.003, 0.005, 0.008)
+        for decay in (0.03, 0.1)
+    }
+
+
+def losses(study: str, record: Record, seeds: int) -> dict[str, list[float]]:
+    """Train with each of the settings; return the final validation losses of all seeds."""
+    folder = OUT / study / record.name
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{study}.toml"
+    optimizers = {
+        name: {"class": "adabayes.AdaBayesK", "label": name, **settings}
+        for name, settings in candidates(study, record).items()
+    }
+    protocol = {"extends": f"suite/{record.name}", "compare": list(optimizers), "seeds": seeds}
+    file.write_text(tomli_w.dumps({**protocol, "optimizers": optimizers}), encoding="utf-8")
+    command = ["-m", "adabayes", "reproduce", "--protocol", str(file), "--out", str(folder), "--threads", "1"]
+    subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
+    found: dict[str, list[float]] = {}
+    for spec in load(file).runs():
+        final = final_of(spec, folder)
+        found.setdefault(spec.optimizer, []).append(float("inf") if final.loss is None else final.loss)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=("swap", "one", "before"))
+    parser.add_argument("--seeds", type=int, help="default: 3, and for before 5")
+    parser.add_argument("--workload", default=",".join(WORKLOADS), help="some of the suite's, separated by commas")
+    given = parser.parse_args()
+    seeds = given.seeds or (5 if given.study == "before" else 3)
+    reference = "adabayes-k" if given.study == "before" else "adamw"
+    ratios: dict[str, list[float | None]] = {}
+    for name in given.workload.split(","):
+        record = Record.read(Path("evidence") / f"{name}.json")
+        known = statistics.fmean(run.loss for run in record.runs(reference)[:seeds] if run.loss is not None)
+        print(f"{name}: {reference} {known:.5g}", flush=True)
+        for settings, found in losses(given.study, record, seeds).items():
+            mean = statistics.fmean(found)
+            ratios.setdefault(settings, []).append(mean / known)
+            print(f"  {settings:24s} {mean:.5g}  ratio {mean / known:.3f}  {json.dumps(found)}", flush=True)
+    print("ratios over workloads: geometric mean, largest")
+    for settings, values in ratios.items():
+        largest = max(value for value in values if value is not None)
+        print(f"  {settings:24s} {geometric_mean(values):.4f}  {largest:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
