@@ -79,6 +79,27 @@ def _transformer() -> Shapes:
     return [*shapes, (wide,), (wide,), (words, wide)]
 
 
+def _resnet20() -> Shapes:
+    shapes: Shapes = [(16, 3, 3, 3), (16,), (16,)]
+    width = 16
+    for channels in (16, 32, 64):
+        for _ in range(3):
+            shapes += [(channels, width, 3, 3), (channels,), (channels,)]
+            shapes += [(channels, channels, 3, 3), (channels,), (channels,)]
+            width = channels
+    return [*shapes, (10, 64), (10,)]
+
+
+def _vit_small() -> Shapes:
+    """Return six of the twelve blocks of ViT-S/16."""
+    wide = 384
+    shapes: Shapes = []
+    for _ in range(6):
+        shapes += [(wide,), (wide,), (3 * wide, wide), (3 * wide,), (wide, wide), (wide,)]
+        shapes += [(wide,), (wide,), (4 * wide, wide), (4 * wide,), (wide, 4 * wide), (wide,)]
+    return shapes
+
+
 WORKLOADS = {
     "tiny": Workload(lambda: [(10,)] * 1000),
     "small": Workload(_small),
@@ -88,6 +109,8 @@ WORKLOADS = {
     "one50m": Workload(lambda: [(50_000_000,)]),
     "gpt2": Workload(_gpt2),
     "transformer": Workload(_transformer),
+    "resnet20": Workload(_resnet20),
+    "vit-s": Workload(_vit_small),
 }
-MATRIX = ("transformer", "resnet34", "gpt2")
+MATRIX = ("transformer", "resnet20", "vit-s", "gpt2")
 QUICK = ("tiny", "small", "small-saved", "densenet121", "resnet34")
