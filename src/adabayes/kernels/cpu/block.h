@@ -14,6 +14,7 @@
 #define transpose NAMED(transpose)
 #define as_padded NAMED(as_padded)
 #define limit NAMED(limit)
+#define prefetch NAMED(prefetch)
 #define load_gradient NAMED(load_gradient)
 #define load_state NAMED(load_state)
 #define store_state NAMED(store_state)
@@ -115,6 +116,13 @@ static inline REAL limit(REAL g) {
     return size > LARGEST_GRADIENT && size <= LARGEST_REAL ? limited : g;
 }
 
+/* Requests the memory of a tile in advance: its rows are too far apart for the processor to guess them. */
+static void prefetch(const REAL *from, const tile *s) {
+    for (int64_t i = 0; i < s->height; i++)
+        for (int64_t j = 0; j < s->width; j += 64 / (int64_t)sizeof(REAL))
+            __builtin_prefetch(from + s->offset + i * s->stride + s->column + j);
+}
+
 /* Copies a tile of the gradient into scratch memory. */
 static void load_gradient(REAL *restrict to, const matrices *x, const tile *s, REAL unscale) {
     const int64_t row = padded(s->n), *columns = x->columns[s->tensor];
@@ -195,13 +203,15 @@ static void apply_fixed_point(const matrices *x, const tile *s, const double *co
 /* A += weight * G G^T for the left side, C += weight * G^T G for the right one. */
 static void learn_factor(const basis *q, const tile *s, const REAL *G, REAL weight, REAL *transposed, REAL *product) {
     const int64_t row = padded(s->n), size = q->size, stride = padded(size);
+    const int fits = stride == size; /* so that the product can be added where the factor is */
+    REAL *factor = q->factor, *sum = fits ? factor : product;
     if (q->side == 0) {
         transpose(transposed, G, s->m, s->n, row);
-        multiply(size, size, s->n, G, row, 1, transposed, padded(s->m), 0, weight, product, stride);
+        multiply(size, size, s->n, G, row, 1, transposed, padded(s->m), fits, weight, sum, stride);
     } else {
-        multiply(size, size, s->m, G, 1, row, G, row, 0, weight, product, stride);
+        multiply(size, size, s->m, G, 1, row, G, row, fits, weight, sum, stride);
     }
-    REAL *factor = q->factor;
+    if (fits) return;
     for (int64_t i = 0; i < size; i++)
         for (int64_t j = 0; j < size; j++) factor[i * size + j] += product[i * stride + j];
 }
@@ -210,41 +220,49 @@ static void learn_factor(const basis *q, const tile *s, const REAL *G, REAL weig
 static void step_tile(const matrices *x, const tile *s, const matrix_coefficients *c, REAL *const *scratch, uint32_t key) {
     const int64_t m = s->m, n = s->n, row = padded(n);
     const basis *left = s->left < 0 ? 0 : x->bases + s->left, *right = s->right < 0 ? 0 : x->bases + s->right;
-    REAL *G = scratch[0], *now = scratch[1], *next = scratch[2], *spare;
+    REAL *G = scratch[0], *now = G, *results[2] = {scratch[1], scratch[2]};
+    int latest = 0;
+#define NEXT results[latest ^= 1]
+#define SET_NOW now = results[latest]
+    if (s + 1 < x->tiles + x->num_tiles) prefetch((const REAL *)x->grads[s[1].tensor], s + 1);
     load_gradient(G, x, s, (REAL)c->unscale);
-    memcpy(now, G, (size_t)(padded(m) * row) * sizeof(REAL));
-#define SWAP spare = now, now = next, next = spare
+    prefetch((const REAL *)x->params[s->tensor], s);
 
     const REAL *Q_A = left ? as_padded(left->basis, m, scratch[3]) : 0;
     const REAL *Q_C = right ? as_padded(right->basis, n, scratch[4]) : 0;
-    if (left) multiply(m, n, m, Q_A, 1, padded(m), now, row, 0, 1, next, row), SWAP; /* Q_A^T G */
-    if (right) multiply(m, n, n, now, row, 1, Q_C, row, 0, 1, next, row), SWAP;      /* Q_A^T G Q_C */
-    apply_fixed_point(x, s, c->fixed_point, now, next, key), SWAP;                   /* U' */
-    if (left) multiply(m, n, m, Q_A, padded(m), 1, now, row, 0, 1, next, row), SWAP; /* Q_A U' */
+    if (left) multiply(m, n, m, Q_A, 1, padded(m), now, row, 0, 1, NEXT, row), SET_NOW; /* Q_A^T G */
+    if (right) multiply(m, n, n, now, row, 1, Q_C, row, 0, 1, NEXT, row), SET_NOW;      /* Q_A^T G Q_C */
+    apply_fixed_point(x, s, c->fixed_point, now, NEXT, key), SET_NOW;                   /* U' */
+    if (left) multiply(m, n, m, Q_A, padded(m), 1, now, row, 0, 1, NEXT, row), SET_NOW; /* Q_A U' */
     if (right) {
         transpose(scratch[5], Q_C, n, n, row);
-        multiply(m, n, n, now, row, 1, scratch[5], row, 0, 1, next, row), SWAP; /* Q_A U' Q_C^T */
+        multiply(m, n, n, now, row, 1, scratch[5], row, 0, 1, NEXT, row), SET_NOW; /* Q_A U' Q_C^T */
     }
-#undef SWAP
     move_weights(x, s, now, (REAL)c->shrink);
 
     const REAL weight = (REAL)(1 - c->factor_decay);
-    if (left && c->learns[0] != 0) learn_factor(left, s, G, weight, next, scratch[5]);
-    if (right && c->learns[1] != 0) learn_factor(right, s, G, weight, next, scratch[5]);
+    if (left && c->learns[0] != 0) learn_factor(left, s, G, weight, NEXT, scratch[5]);
+    if (right && c->learns[1] != 0) learn_factor(right, s, G, weight, NEXT, scratch[5]);
+#undef NEXT
+#undef SET_NOW
 }
 
 /* Refreshes */
 
 /* Orthonormalizes the rows of a square matrix, from the first to the last, by Gram-Schmidt, and writes them as columns.
- * Panels of ROWS rows are made orthogonal to all rows before them by products of matrices. Two passes make them orthogonal
- * to rounding. */
+ * Panels of ROWS rows are made orthogonal to all rows before them by products of matrices. A second pass follows where the
+ * first one took away more than half of a row, because what is left has more rounding errors then. */
 static void orthonormalize(REAL *rows, REAL *columns, int64_t size, REAL *overlaps) {
     const int64_t row = padded(size);
     memset(columns, 0, (size_t)(row * row) * sizeof(REAL));
     for (int64_t first = 0; first < size; first += ROWS) {
         REAL *panel = rows + first * row;
         const int64_t count = size - first < ROWS ? size - first : ROWS;
-        for (int pass = 0; pass < 2; pass++) {
+        int again = 1;
+        for (int pass = 0; pass < 2 && again; pass++) {
+            REAL before[ROWS];
+            for (int64_t i = 0; i < count; i++) before[i] = dot(panel + i * row, panel + i * row, row);
+            again = 0;
             if (first) {
                 multiply(ROWS, first, size, panel, row, 1, columns, row, 0, 1, overlaps, row);
                 multiply(ROWS, size, first, overlaps, row, 1, rows, row, 1, -1, panel, row);
@@ -252,7 +270,8 @@ static void orthonormalize(REAL *rows, REAL *columns, int64_t size, REAL *overla
             for (int64_t i = 0; i < count; i++) {
                 REAL *x = panel + i * row;
                 for (int64_t k = 0; k < i; k++) subtract_multiple(x, dot(x, panel + k * row, row), panel + k * row, row);
-                const REAL norm = SQRT(dot(x, x, row)), inverse = norm > 0 ? 1 / norm : 0;
+                const REAL after = dot(x, x, row), inverse = after > 0 ? 1 / SQRT(after) : 0;
+                again |= after < before[i] / 4;
                 for (int64_t k = 0; k < row; k++) x[k] *= inverse;
             }
         }
@@ -377,6 +396,7 @@ static void step_cluster(void *data, int64_t index, int worker) {
 #undef transpose
 #undef as_padded
 #undef limit
+#undef prefetch
 #undef load_gradient
 #undef load_state
 #undef store_state

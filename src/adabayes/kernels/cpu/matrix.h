@@ -43,7 +43,7 @@ typedef struct {
 } matrix_coefficients;
 
 typedef struct {
-    int64_t num_clusters;
+    int64_t num_clusters, num_tiles;
     const cluster *clusters;
     const tile *tiles;
     const basis *bases;

@@ -61,7 +61,7 @@ class _Matrices(ctypes.Structure):
     """The struct ``matrices`` of matrix.h."""
 
     _fields_ = (
-        ("num_clusters", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("num_clusters", "num_tiles")),
         *((name, ctypes.c_void_p) for name in ("clusters", "tiles", "bases", "params", "grads", "columns")),
         *((name, ctypes.c_void_p) for name in ("exp_avgs", "exp_avg_sqs", "indices", "rows", "coefficients")),
         ("width", ctypes.c_int64),
@@ -77,7 +77,7 @@ class MatrixLaunch:
     def __init__(self, matrices: Sequence[Matrix]) -> None:
         self._dtypes = matrices[0].param.dtype, matrices[0].state["exp_avg"].dtype
         clusters, tiles, bases = _tables(matrices)
-        self._num_clusters = len(clusters)
+        self._counts = {"num_clusters": len(clusters), "num_tiles": len(tiles)}
         sides = chain.from_iterable((tile.m, tile.n) for tile in tiles)
         self._largest = -(-max(sides) // 32) * 32
         self._orders = [_column_order(matrix) for matrix in matrices]
@@ -118,7 +118,7 @@ class MatrixLaunch:
         pointers = {name: column.buffer_info()[0] for name, column in columns.items()}
         param_type, state_type = (library.DTYPES[dtype] for dtype in self._dtypes)
         matrices = _Matrices(
-            num_clusters=self._num_clusters,
+            **self._counts,
             width=len(coefficients[0]),
             scratch=self._scratch.data_ptr(),
             largest=self._largest,
