@@ -81,7 +81,10 @@ def refresh(factor: Array, basis: Array) -> tuple[Array, Array]:
     """
     product = _scale(factor) @ basis + SHIFT * basis
     order = (-(basis * product).sum(-2)).argsort(-1)
-    return namespace(factor).linalg.qr(reorder(product, order, 1))[0], order
+    library = namespace(factor)
+    Q, R = library.linalg.qr(reorder(product, order, 1))
+    reversed_columns = library.diagonal(R, 0, -2, -1)[..., None, :] < 0  # LAPACK does not choose the sign of a column
+    return library.where(reversed_columns, -Q, Q), order
 
 
 def reorder(x: Array, order: Array, side: int) -> Array:

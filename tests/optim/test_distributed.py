@@ -1,8 +1,8 @@
 """Several processes, over gloo: DDP, FSDP2, tensor parallelism, ZeRO and sharded checkpoints, against one process.
 
 For each number of processes, torchrun starts once and runs all cases (tests/workers/distributed.py), because starting
-takes longer than training. Weights are float64 and equal those of one process within 1e-12: gradients are summed in
-another order.
+takes longer than training. After 50 steps, weights are float64 and equal those of one process within 1e-9: gradients
+are summed in another order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def weights(out: Path, world: int, case: str) -> dict[str, Tensor]:
     return loaded
 
 
-def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], bound: float = 1e-12) -> None:
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], bound: float = 1e-9) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], rtol=0, atol=bound, check_dtype=False)
@@ -52,7 +52,7 @@ CASES = [
     for form in worker.FORMS
     if (name, form) != ("adabound", "fused")
 ]
-CASES += [*(f"{name}-accumulated" for name in worker.OPTIMIZERS), "adabayes-zero", "fp-zero"]
+CASES += [*(f"{name}-accumulated" for name in worker.OPTIMIZERS), "adabayes-zero", "fp-zero", "k-zero"]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -60,7 +60,7 @@ CASES += [*(f"{name}-accumulated" for name in worker.OPTIMIZERS), "adabayes-zero
 def test_many_processes_train_as_one_does(out: Path, world: int, case: str) -> None:
     name = case.split("-")[0]
     alone = weights(out, world, f"{name}-alone")
-    start = dict(worker.network(worker.OPTIMIZERS[name]).named_parameters())
+    start = dict(worker.network().named_parameters())
     assert max((alone[name] - p).abs().max() for name, p in start.items()) > 0.01  # something has moved
     assert_close(weights(out, world, case), alone)
 
@@ -69,13 +69,13 @@ def test_many_processes_train_as_one_does(out: Path, world: int, case: str) -> N
 @pytest.mark.parametrize("name", worker.OPTIMIZERS)
 def test_mixed_precision_of_fsdp2_has_state_in_fp32(out: Path, world: int, name: str) -> None:
     """bf16 in between rounds each gradient to 8 bits."""
-    assert_close(weights(out, world, f"{name}-mixed"), weights(out, world, f"{name}-alone"), 0.02)
+    assert_close(weights(out, world, f"{name}-mixed"), weights(out, world, f"{name}-alone-first-steps"), 0.02)
 
 
 @has_fsdp2
 @pytest.mark.parametrize("name", ["adabayes", "fp", "k"])
 def test_checkpoints_go_from_any_number_of_processes_to_any_other(out: Path, name: str) -> None:
-    """Two steps on two processes, two on four, one on one, and the last on two again: as one without a break."""
+    """20 steps on two processes, 15 on four, 5 on one, and the last on two again: as one without a break."""
     assert_close(weights(out, 2, f"{name}-two-again"), weights(out, 2, f"{name}-alone"))
 
 

@@ -36,12 +36,13 @@ from torch.nn.parallel import DistributedDataParallel
 from adabayes import AdaBayes, AdaBayesFP, AdaBayesK, AdaBound
 from adabayes.diagnostics import memory_plan
 
-BATCH, STEPS = 16, 6
+BATCH, STEPS = 16, 50
+FIRST_STEPS = range(6)
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adabayes": lambda params, **form: AdaBayes(params, lr=0.01, batch_size=BATCH, weight_decay=0.1, **form),
     "paper": lambda params, **form: AdaBayes(params, lr=0.01, batch_size=BATCH, dynamics="paper", **form),
     "fp": lambda params, **form: AdaBayesFP(params, lr=0.01, weight_decay=0.1, **form),
-    "k": lambda params, **form: AdaBayesK(params, lr=0.005, weight_decay=0.1, block_size=4, refresh=2, **form),
+    "k": lambda params, **form: AdaBayesK(params, lr=0.005, weight_decay=0.1, block_size=4, **form),
     "adabound": lambda params, **form: AdaBound(params, lr=0.01, **form),
 }
 FORMS: dict[str, dict[str, bool]] = {
@@ -51,15 +52,10 @@ FORMS: dict[str, dict[str, bool]] = {
 }
 
 
-def network(make: Any, dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """Make the network that an optimizer trains, of odd sizes.
-
-    For AdaBayes-K, its blocks are square: factors that do not have full rank have eigenvectors which are matters of
-    rounding, and so of the order in which gradients are summed. tests/optim/test_matrix_distributed.py has odd sizes.
-    """
+def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Make a network of odd sizes."""
     torch.manual_seed(0)
-    sizes = (8, 8, 8) if getattr(make, "func", make) is OPTIMIZERS["k"] else (6, 12, 5)
-    return nn.Sequential(nn.Linear(*sizes[:2]), nn.Tanh(), nn.Linear(*sizes[1:])).to(dtype)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5)).to(dtype)
 
 
 def batches(net: nn.Module, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
@@ -101,26 +97,26 @@ def full(net: nn.Module) -> dict[str, Tensor]:
 # Cases
 
 
-def alone(make: Any) -> nn.Module:
-    net = network(make)
-    train(net, make(net.parameters(), foreach=False), whole=True)
+def alone(make: Any, steps: range = range(STEPS)) -> nn.Module:
+    net = network()
+    train(net, make(net.parameters(), foreach=False), steps, whole=True)
     return net
 
 
 def ddp(make: Any, **form: Any) -> nn.Module:
-    net = DistributedDataParallel(network(make))
+    net = DistributedDataParallel(network())
     train(net, make(net.parameters(), **form))
     return net
 
 
 def accumulated(make: Any) -> nn.Module:
-    net = DistributedDataParallel(network(make))
+    net = DistributedDataParallel(network())
     train(net, make(net.parameters()), parts=2)
     return net
 
 
 def zero(kind: Any, options: dict[str, Any]) -> nn.Module:
-    net = DistributedDataParallel(network(kind))
+    net = DistributedDataParallel(network())
     train(net, ZeroRedundancyOptimizer(net.parameters(), kind, **options))
     return net
 
@@ -135,7 +131,7 @@ def sharded(net: nn.Module, **options: Any) -> nn.Module:
 
 
 def fsdp(make: Any, **form: Any) -> nn.Module:
-    net = sharded(network(make))
+    net = sharded(network())
     optimizer = make(net.parameters(), **form)
     train(net, optimizer)
     if isinstance(optimizer, AdaBayes | AdaBayesFP):
@@ -160,11 +156,11 @@ def check_memory(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def fsdp_mixed(make: Any) -> nn.Module:
-    """Weights and state in fp32; what is computed and sent, in bf16."""
+    """Train the first steps with weights and state in fp32, and computations and messages in bf16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    net = sharded(network(make, torch.float32), mp_policy=policy)
+    net = sharded(network(torch.float32), mp_policy=policy)
     optimizer = make(net.parameters())
-    train(net, optimizer)
+    train(net, optimizer, FIRST_STEPS)
     for p in net.parameters():
         assert {entry.dtype for name, entry in optimizer.state[p].items() if name != "step"} == {torch.float32}
     return net
@@ -172,14 +168,14 @@ def fsdp_mixed(make: Any) -> nn.Module:
 
 def tensor_parallel(make: Any, **form: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    net = parallelize_module(network(make), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    net = parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     train(net, make(net.parameters(), **form), whole=True)
     return net
 
 
 def checkpointed(make: Any, folder: Path, before: Path | None, steps: range, dtype: torch.dtype) -> nn.Module:
     """Go on from a checkpoint that any number of processes wrote, for some steps, and write the next."""
-    net = sharded(network(make, dtype))
+    net = sharded(network(dtype))
     optimizer = make(net.parameters())
     if before is not None:
         weights, state = get_model_state_dict(net), get_optimizer_state_dict(net, optimizer)
@@ -195,6 +191,7 @@ def checkpointed(make: Any, folder: Path, before: Path | None, steps: range, dty
 def cases(out: Path) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     for name, make in OPTIMIZERS.items():
         yield f"{name}-alone", partial(alone, make)
+        yield f"{name}-alone-first-steps", partial(alone, make, FIRST_STEPS)
         yield f"{name}-accumulated", partial(accumulated, make)
         yield f"{name}-mixed", partial(fsdp_mixed, make)
         for form, options in FORMS.items():
@@ -204,11 +201,12 @@ def cases(out: Path) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
                 yield f"{name}-{kind.__name__}-{form}", partial(kind, make, **options)
     yield "adabayes-zero", lambda: zero(AdaBayes, {"lr": 0.01, "batch_size": BATCH, "weight_decay": 0.1})
     yield "fp-zero", lambda: zero(AdaBayesFP, {"lr": 0.01, "weight_decay": 0.1})
+    yield "k-zero", lambda: zero(AdaBayesK, {"lr": 0.005, "weight_decay": 0.1, "block_size": 4})
     # Checkpoints go from two processes to four, to one, and back to two: `checkpoints` says which is whose.
     order: dict[int, list[tuple[str | None, str, range]]] = {
-        2: [(None, "two", range(2)), ("one", "two-again", range(5, STEPS))],
-        4: [("two", "four", range(2, 4))],
-        1: [("four", "one", range(4, 5))],
+        2: [(None, "two", range(20)), ("one", "two-again", range(40, STEPS))],
+        4: [("two", "four", range(20, 35))],
+        1: [("four", "one", range(35, 40))],
     }
     for before, after, steps in order[dist.get_world_size()]:
         for name in ("adabayes", "fp", "k"):
