@@ -59,7 +59,7 @@ test-versions:  ## the tests under the oldest and the newest torch and Python of
 SANITIZED := -O1 -g -std=c11 -shared -fPIC -pthread -DPLAIN -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover
 sanitize: $(READY)  ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer (gcc; a few minutes)
 	rm -f $(READY)  # the next target builds the real kernels again
-	gcc $(SANITIZED) -o src/adabayes/kernels/cpu/_fused.so src/adabayes/kernels/cpu/fused.c -lm
+	gcc $(SANITIZED) -o src/adabayes/kernels/cpu/_fused.so src/adabayes/kernels/cpu/*.c -lm
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	    $(BIN)/pytest -q -s -p no:cacheprovider tests/kernels/test_*.py tests/optim/test_low_precision.py tests/optim/test_saved_by_0_1.py tests/optim/test_adabayes_k.py \
 	    -k "not compiled and not orthonormal"
