@@ -26,6 +26,10 @@ __all__ = ["Plan", "StatePlan", "compute_step", "explain_unfit"]
 
 State = Mapping[str, Tensor]
 
+# Number of steps after which a plan is made again, so that the optimizer can convert step counts before they reach
+# 2**24, where fp32 stands still.
+_LONGEST_USE = 2**23
+
 
 class _Batch(NamedTuple):
     """Tensors of a plan that one launch serves, and their indices in the plan."""
@@ -61,6 +65,7 @@ class StatePlan:
         self._addresses = list(map(_address, params))
         self._entry_addresses = list(map(_address, entries))
         self._memory = [t.untyped_storage() for t in (*params, *entries)]  # keeps it alive
+        self._steps_left = _LONGEST_USE
 
     def is_valid(self, params: Sequence[Tensor], state: Mapping[Tensor, State]) -> bool:
         """Tell whether the plan is for these parameters and their present state, and none of them has moved."""
@@ -69,7 +74,8 @@ class StatePlan:
         except KeyError:  # an entry was deleted
             return False
         return (
-            len(params) == len(self._params)
+            self._steps_left > 0
+            and len(params) == len(self._params)
             and all(map(is_, params, self._params))
             and list(map(_address, params)) == self._addresses
             and all(map(is_, _states_of(params, state), self._states))
@@ -82,6 +88,7 @@ class StatePlan:
 
     def take_step(self, grads: list[Tensor], coefficients: Any, options: StepOptions) -> None:
         """Take a step with the optimizer's coefficients."""
+        self._steps_left -= 1
         grads = self._fit(grads)
         addresses = list(map(_address, grads))
         if 0 in addresses:

@@ -90,6 +90,7 @@ class EngineOptimizer(StatefulOptimizer):
         defaults["state_dtype"] = dtype_name(defaults["state_dtype"])
         self._fused = FusedSteps(self.KERNEL)
         self._check_group(defaults)
+        self._fused.check(defaults)
         # A scheduler changes a tensor lr in place, also in the defaults: so store its value now.
         defaults["base_lr"] = self._base_lr(defaults)
         super().__init__(params, defaults)
@@ -105,6 +106,7 @@ class EngineOptimizer(StatefulOptimizer):
             group["state_dtype"] = dtype_name(group["state_dtype"])
         given = {**self.defaults, **group}
         self._check_group(given)
+        self._fused.check(given)
         if "base_lr" not in group and "lr" in group:
             group["base_lr"] = self._base_lr(given)
 
@@ -113,6 +115,7 @@ class EngineOptimizer(StatefulOptimizer):
         return as_float(group["lr"]) or USUAL_LR
 
     def _check_group(self, group: Group) -> None:
+        """Raise if a setting is invalid."""
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError(
@@ -132,7 +135,20 @@ class EngineOptimizer(StatefulOptimizer):
                 "`foreach=True` does not support `differentiable=True`: autograd cannot follow its in-place "
                 "arithmetic. Leave `foreach` out to use the single-tensor form."
             )
-        self._fused.check(group)
+
+    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
+        for i, saved in enumerate(state_dict["param_groups"]):
+            try:
+                group = {**self.defaults, **saved}
+                group["lr"] = abs(group["lr"])  # a schedule may end below 0
+                check_range("base_lr", group["base_lr"])
+                self._check_group(group)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(
+                    f"{type(self).__name__} cannot use parameter group {i} of this state dict. {error} Was it saved by "
+                    "another optimizer? Nothing was changed."
+                ) from error
+        super()._check_loadable(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._fused = FusedSteps(self.KERNEL)

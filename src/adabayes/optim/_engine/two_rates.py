@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from adabayes._util.checks import check_range
+from adabayes._util.checks import check_integer, check_range
 from adabayes._util.tensors import as_float
 from adabayes._util.warn import warn
 from adabayes.optim._engine.compatibility import lacks_lr_sgd
 from adabayes.optim._engine.explain import explain
-from adabayes.optim._engine.state import Group
+from adabayes.optim._engine.state import Group, name_of
 from adabayes.optim._engine.step import EngineOptimizer
 from adabayes.rates import FIXED_POINT_RATIO, warn_if_papers, warn_if_swapped
 
@@ -145,8 +145,7 @@ class TwoRateOptimizer(EngineOptimizer):
             tensor([0.1000, 0.0095, 0.0010])
         """
         saved = state_dict.get("param_groups", [])
-        is_adamw = saved and all("eps" in group and len(group.get("betas", ())) == 2 for group in saved)
-        if not is_adamw or not all("exp_avg_sq" in state for state in state_dict["state"].values()):
+        if not (saved and all("eps" in group and len(group.get("betas", ())) == 2 for group in saved)):
             raise ValueError(
                 f"this is not the state dict of an AdamW: it has {sorted(map(str, state_dict))}, and groups with "
                 f"{sorted(saved[0]) if saved else 'nothing'}. Give what AdamW.state_dict() returned."
@@ -173,8 +172,9 @@ class TwoRateOptimizer(EngineOptimizer):
                 "betas": self._betas_from(betas, ours),
             }
             groups.append(group)
-            for i in theirs["params"]:
+            for i, p in zip(theirs["params"], ours["params"]):
                 if state := state_dict["state"].get(i):
+                    _check_adamw_state(name_of(i, theirs), state, p)
                     states[i] = self._warm_state(state, group, betas[1])
         return {"state": states, "param_groups": groups}
 
@@ -193,6 +193,23 @@ class TwoRateOptimizer(EngineOptimizer):
     def _warm_state(self, adamw: dict[str, Any], group: Group, beta2: float) -> dict[str, Any]:
         """Return a parameter's state, converted from AdamW's."""
         raise NotImplementedError
+
+
+def _check_adamw_state(name: str, state: dict[str, Any], p: Tensor) -> None:
+    """Raise if this is not AdamW's state of a parameter."""
+    if missing := [entry for entry in ("step", "exp_avg", "exp_avg_sq") if entry not in state]:
+        raise ValueError(
+            f"this is not the state dict of an AdamW: the state of {name} has {sorted(state)}, but not {missing}. Give "
+            "what AdamW.state_dict() returned."
+        )
+    check_integer(f"step count of {name}", state["step"], least=0)
+    for entry in ("exp_avg", "exp_avg_sq"):
+        if state[entry].shape != p.shape:
+            raise ValueError(
+                f"{entry} of {name} has shape {tuple(state[entry].shape)} in this state dict, but this optimizer's "
+                f"parameter has shape {tuple(p.shape)}: AdamW had another model, or the same parameters in another "
+                "order."
+            )
 
 
 def unwrap(optimizer: Any) -> TwoRateOptimizer:
