@@ -254,7 +254,8 @@ def test_a_pruned_group_gets_the_defaults() -> None:
 
 def test_a_run_of_adamws_continues_with_the_optimizers_own_scale() -> None:
     adamw = trained(torch.optim.AdamW, (4, 3))
-    for settings in ({}, {"matrix_scale": 3.0, "share_bases": True}):
+    alternatives: list[dict[str, Any]] = [{}, {"matrix_scale": 3.0, "share_bases": True}]
+    for settings in alternatives:
         optimizer = AdaBayesK([torch.zeros(4, 3)], **settings)
         before = {name: optimizer.param_groups[0][name] for name in ("matrix_scale", "batch_dims", "share_bases")}
         optimizer.load_state_dict(optimizer.from_adamw(adamw.state_dict()))

@@ -22,7 +22,7 @@ from adabayes.kernels.backends import BACKENDS, backend_for
 from adabayes.kernels.coefficients import Rule, StepOptions
 from adabayes.kernels.launch import Launch, Operands
 
-__all__ = ["Plan", "StatePlan", "compute_step", "explain_unfit"]
+__all__ = ["Plan", "StatePlan", "compute_step", "explain_unfit", "explain_unsupported"]
 
 State = Mapping[str, Tensor]
 
@@ -179,12 +179,11 @@ def explain_unfit(rule: Rule, p: Tensor, state: State, group: Mapping[str, Any],
     """
     exp_avg, second_state, step = state["exp_avg"], state[rule.second_state], state["step"]
     name = f"a parameter of shape {tuple(p.shape)}"
-    backend = BACKENDS.get(p.device.type)
-    if backend is None or not exp_avg.device == second_state.device == p.device or not p.is_floating_point():
-        return (
-            "`fused=True` requires all the params to be floating point Tensors of supported devices: "
-            f"{list(BACKENDS)}, but {name} is of {p.dtype} on {p.device}, its state on {exp_avg.device}."
-        )
+    if reason := explain_unsupported(p):
+        return reason
+    if not exp_avg.device == second_state.device == p.device:
+        return f"fused=True: {name} is on {p.device}, its state on {exp_avg.device}."
+    backend = BACKENDS[p.device.type]
     if not (group["fused"] or backend.by_default):
         return f"the kernel for {p.device} is opt-in: pass `fused=True`."
     if reason := backend.unavailable():
@@ -206,6 +205,16 @@ def explain_unfit(rule: Rule, p: Tensor, state: State, group: Mapping[str, Any],
     for kind, t in (("parameter", p), ("state", exp_avg), ("state", second_state), ("step count", step)):
         check_memory(kind, t)
     return None
+
+
+def explain_unsupported(p: Tensor) -> str | None:
+    """Return why there are no kernels at all for a parameter's device or dtype, or None if there are."""
+    if p.device.type in BACKENDS and p.is_floating_point():
+        return None
+    return (
+        f"`fused=True` requires all the params to be floating point Tensors of supported devices: {list(BACKENDS)}, "
+        f"but a parameter of shape {tuple(p.shape)} is of {p.dtype} on {p.device}."
+    )
 
 
 def _states_of(params: Sequence[Tensor], state: Mapping[Tensor, State]) -> Iterable[Any]:

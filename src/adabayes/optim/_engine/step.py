@@ -184,7 +184,10 @@ class EngineOptimizer(StatefulOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether GradScaler leaves unscaling to the step, and tells it by ``found_inf`` whether to skip."""
+        """Whether GradScaler leaves unscaling to the step, and tells it by ``found_inf`` whether to skip.
+
+        AdaBayes-K takes such a step with torch's operations, too, where no kernel can serve a matrix.
+        """
         return self.KERNEL is not None and all(group.get("fused") for group in self.param_groups)
 
     def _subgroups(self, group: Group) -> list[Group]:
@@ -216,10 +219,13 @@ class EngineOptimizer(StatefulOptimizer):
         has_complex = self._init_group(group, params, grads, steps, *entries.values())
         if group["capturable"]:
             _check_capturable(params, steps)
-        if coefficients is None or not params:
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if coefficients is None or not params or (found_inf is not None and found_inf.item()):
             return
         indices = self.indices(params)
         targets, grads, entries = self._localize(params, grads, entries)
+        if scale is not None:
+            grads = [g / scale.to(g.device) for g in grads]
         foreach = group["foreach"]
         if foreach is None:
             foreach = not group["differentiable"] and all(type(p) in _foreach_supported_types for p in targets)
