@@ -30,6 +30,9 @@ from adabayes.eigenbasis import Sides
 
 __all__ = ["Owners", "ShardedStack", "is_sharded", "shard_like"]
 
+# Number of stacks of one kind that are kept. Parameters without gradients, such as unused experts, make new ones.
+_MOST_STACKS = 4
+
 Box = list[tuple[int, int]]  # the first index and the length of a shard, for each dimension of the tensor
 
 
@@ -56,7 +59,7 @@ class Owners:
         self._loads: dict[tuple[int, ...], list[int]] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         self._meshes: dict[tuple[Any, ...], Any] = {}
-        self._stacks: dict[Any, ShardedStack] = {}
+        self._stacks: dict[Any, dict[Any, ShardedStack]] = {}  # by kind, then by parameters; the last used is the last
 
     def __contains__(self, p: Tensor) -> bool:
         return p in self._firsts
@@ -147,11 +150,17 @@ class Owners:
 
     def stack(self, params: Sequence[Any], blocks: Sequence[Blocks]) -> ShardedStack:
         """Return how matrices on one mesh, whose blocks have one size, are stacked at the owners of their blocks."""
+        m, n, sides = blocks[0].m, blocks[0].n, blocks[0].sides
+        stacks = self._stacks.setdefault((m, n, sides, params[0].device_mesh), {})
         key = tuple((p, real_shape(p), p.placements) for p in params)
-        if key not in self._stacks:
+        stack = stacks.pop(key, None)
+        if stack is None:
             matrices = [_Matrix(p, b, self._firsts[p] or 0) for p, b in zip(params, blocks)]
-            self._stacks[key] = ShardedStack(matrices, self.group(params[0]), params[0].device)
-        return self._stacks[key]
+            stack = ShardedStack(matrices, self.group(params[0]), params[0].device)
+        stacks[key] = stack
+        if len(stacks) > _MOST_STACKS:
+            del stacks[next(iter(stacks))]
+        return stack
 
 
 def _global(shape: Sequence[int]) -> dict[str, Any]:
