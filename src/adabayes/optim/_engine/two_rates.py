@@ -74,9 +74,20 @@ class TwoRateOptimizer(EngineOptimizer):
 
     # The learning rate of each weight
 
-    def current_rates(self, group: Group) -> tuple[float, float]:
-        """Return the present ``lr`` and ``lr_sgd`` of a group, which follow its schedule."""
-        return as_float(group["lr"]), group["lr_sgd"] * self._schedule(group)
+    def current_rates(self, group: Group, param: Tensor | None = None) -> tuple[float, float]:
+        """Return the present ``lr`` and ``lr_sgd`` of a group, which follow its schedule.
+
+        Args:
+            group: the parameter group.
+            param: return the rates of this parameter, which are ``matrix_scale`` times as large if AdaBayes-K rotates
+                it. None: those of a parameter that is not rotated.
+        """
+        scale = 1.0 if param is None else self._scale(group, param)
+        return scale * as_float(group["lr"]), scale * group["lr_sgd"] * self._schedule(group)
+
+    def _scale(self, group: Group, param: Tensor) -> float:
+        """Return how many times as large as in the group both learning rates of a parameter are."""
+        return 1.0
 
     def mean_factor(self, group: Group) -> float:
         """Return the factor that converts gradients to those of the mean loss, whose gains are learning rates."""
@@ -84,16 +95,16 @@ class TwoRateOptimizer(EngineOptimizer):
 
     @torch.no_grad()
     def effective_lr(self, param: Tensor) -> Tensor:
-        """Return the present learning rate of each weight of ``param``; ``lr_sgd`` for weights without a gradient yet.
+        """Return the present learning rate of each weight of ``param``; the highest for weights without a gradient yet.
 
         For complex parameters, each component is a weight, as in ``torch.view_as_real``. For AdaBayesK, these are the
-        learning rates of eigendirections, in the shape of the stack of blocks.
+        learning rates of eigendirections, including ``matrix_scale``, in the shape of the stack of blocks.
         """
-        return self.relative_gain(param) * self.current_rates(self._group_of(param))[1]
+        return self.relative_gain(param) * self.current_rates(self._group_of(param), param)[1]
 
     @torch.no_grad()
     def relative_gain(self, param: Tensor) -> Tensor:
-        """Return :meth:`effective_lr` in units of the present ``lr_sgd``: from 0 to 1, even if the schedule is at 0.
+        """Return :meth:`effective_lr` in units of the highest possible one: from 0 to 1, even if the schedule is at 0.
 
         For AdaBayesK, these are the gains of eigendirections.
         """
