@@ -373,7 +373,7 @@ def test_the_plan_counts_the_operations_of_a_step() -> None:
     """Products of matrices are counted by torch, decompositions here; on the average over a round of refreshes."""
     shapes = [(5,), (6, 4), (12, 3), (4, 3, 2, 2), (9, 9), (20, 3)]
     params = [torch.randn(shape) for shape in shapes]
-    optimizer = AdaBayesK(params, block_size=4, max_size=15, learn_every=2, refresh=3)
+    optimizer = AdaBayesK(params, block_size=4, max_size=15, learn_every=2, refresh=3, fused=False)
 
     def step() -> None:
         for p in params:
