@@ -1,8 +1,8 @@
 """Check stacks of matrices in several processes, for tests/optim/test_stacks_distributed.py.
 
 Start each process with ``python -m tests.workers.stacks OUT``. Every case checks a property of AdaBayes-K in several
-processes. The traceback of a case that fails, in any of them, is written to ``OUT/WORLD/CASE.error``; a file without the
-ending says that the case holds.
+processes. If it fails in any of them, the traceback is written to ``OUT/WORLD/CASE.error``; a file without the ending
+says that it holds.
 """
 
 from __future__ import annotations
