@@ -23,6 +23,7 @@ from adabayes.bench.torch_steps import state_bytes
 from adabayes.diagnostics import Correlations, Observer, matrix_memory_plan, memory_plan, regimes
 from adabayes.filtering import fixed_point
 from adabayes.optim.extend import TwoRateOptimizer
+from adabayes.rates import MATRIX_SCALE
 
 matplotlib.use("agg")
 
@@ -372,7 +373,7 @@ def test_the_plan_counts_the_operations_of_a_step() -> None:
     """Products of matrices are counted by torch, decompositions here; on the average over a round of refreshes."""
     shapes = [(5,), (6, 4), (12, 3), (4, 3, 2, 2), (9, 9), (20, 3)]
     params = [torch.randn(shape) for shape in shapes]
-    optimizer = AdaBayesK(params, block_size=4, max_size=15, learn_every=2, refresh=3)
+    optimizer = AdaBayesK(params, block_size=4, max_size=15, learn_every=2, refresh=3, fused=False)
 
     def step() -> None:
         for p in params:
@@ -429,7 +430,7 @@ def test_regimes_of_a_matrix_are_those_of_its_eigendirections() -> None:
     assert row.sgd_like == 61 / 64
     below = (optimizer.state[w]["exp_avg_sq"] / (1 - 0.99**20)).sqrt() <= CROSSOVER
     assert row.sgd_like == below.double().mean()
-    assert row.lr_quantiles[1:] == pytest.approx((LR_SGD, LR_SGD))
+    assert row.lr_quantiles[1:] == pytest.approx((MATRIX_SCALE * LR_SGD, MATRIX_SCALE * LR_SGD))
     fixed = AdaBayesFP([torch.zeros(8, 8, dtype=torch.float64)], LR, LR_SGD)
     steady(fixed, [gradient])
     assert regimes(fixed).total.adam_like > 0.5  # by coordinates it looks otherwise
@@ -447,7 +448,8 @@ def test_points_of_a_matrix_lie_on_the_fixed_point_curve_and_come_from_all_over_
         optimizer.step()
     (points,) = observer.points()
     assert len(points.adam_lr) == 20
-    torch.testing.assert_close(points.effective_lr, fixed_point((LR / points.adam_lr) ** 2, LR, LR_SGD))
+    lr, lr_sgd = MATRIX_SCALE * LR, MATRIX_SCALE * LR_SGD
+    torch.testing.assert_close(points.effective_lr, fixed_point((lr / points.adam_lr) ** 2, lr, lr_sgd))
     # Every 20th would be the first column, of the largest eigenvalue.
     every = optimizer.effective_lr(w)
     columns = [(every == lr).nonzero()[0, 1].item() for lr in points.effective_lr]

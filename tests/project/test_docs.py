@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 import re
 import subprocess
 import sys
@@ -13,9 +12,8 @@ import matplotlib
 import pytest
 import torch
 
-from adabayes.diagnostics import matrix_memory_plan, memory_plan
+from adabayes.diagnostics import memory_plan
 from adabayes.lab import protocol
-from tests.support.marks import keeps_order
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -100,41 +98,6 @@ def test_the_table_of_what_fits_is_what_is_calculated() -> None:
             cells.append(" + ".join(f"{part / 1e9:.2f}" for part in (plan.parameters, plan.gradients, plan.state)))
             cells += [f"{1e3 * plan.seconds(bandwidth):.2f}" for bandwidth in (2.039e12, 3.35e12)]
         assert printed == " | ".join(cells)
-
-
-def gpt2() -> list[tuple[int, ...]]:
-    """Return the shapes of GPT-2's parameters; input and output share the vocabulary."""
-    layer = [(2304, 768), (768, 768), (3072, 768), (768, 3072), (2304,), (3072,), *[(768,)] * 6]
-    return [(50257, 768), (1024, 768), *12 * layer, (768,), (768,)]
-
-
-def llama(layers: int, width: int, keys: int, inner: int) -> list[tuple[int, ...]]:
-    """Return the shapes of Llama's parameters."""
-    attention = [(width, width), (keys, width), (keys, width), (width, width)]
-    layer = [*attention, (inner, width), (inner, width), (width, inner), (width,), (width,)]
-    return [(32000, width), *layers * layer, (width,), (32000, width)]
-
-
-@keeps_order
-def test_the_table_of_adabayes_k_on_many_devices_is_what_is_calculated() -> None:
-    large = llama(80, 8192, 1024, 28672)
-    networks: dict[str, tuple[list[tuple[int, ...]], float, int]] = {
-        "GPT-2": (gpt2(), 0.5e6, 16384),
-        "Llama 1 B": (llama(22, 2048, 256, 5632), 2e6, 16384),
-        "Llama 7 B": (llama(32, 4096, 4096, 11008), 4e6, 16384),
-        "Llama 70 B": (large, 4e6, 16384),
-        "Llama 70 B, `max_size=32768`": (large, 4e6, 32768),
-    }
-    rows = []
-    for name, (shapes, tokens, max_size) in networks.items():
-        weights = sum(map(math.prod, shapes))
-        for devices in (8, 64, 512):
-            plan = matrix_memory_plan(shapes, max_size=max_size, devices=devices)
-            memory = " + ".join(f"{part / 1e9:.2f}" for part in (plan.parameters, plan.gradients, plan.state))
-            share = (plan.rotations + plan.refreshes) / (6 * weights * tokens / devices)
-            work = f"{plan.rotations / 1e9:.1f} + {plan.refreshes / 1e9:.1f} | {100 * share:.3f} %"
-            rows.append(f"| {name} | {devices} | {memory} | {plan.sent / 1e6:.0f} | {work} |")
-    assert "\n".join(rows) in (ROOT / "docs" / "cluster.md").read_text("utf-8")
 
 
 def test_importing_adabayes_imports_torch_and_nothing_else_of_the_extras() -> None:

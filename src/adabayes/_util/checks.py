@@ -24,11 +24,11 @@ def check_range(name: str, value: Any, least: float = 0.0, below: float = float(
         raise ValueError(f"Invalid {name}: {shown}. It must be at least {least:g} and {upper}.{hint}")
 
 
-def check_integer(name: str, value: Any, least: int = 1) -> int:
+def check_integer(name: str, value: Any, least: int = 1, hint: str = "") -> int:
     """Return the value as an int; raise unless it is an integer of at least ``least``."""
-    check_range(name, value, least=least)
+    check_range(name, value, least=least, hint=hint)
     if as_float(value) % 1:
-        raise ValueError(f"Invalid {name}: {value}. It must be an integer.")
+        raise ValueError(f"Invalid {name}: {as_float(value)}. It must be an integer.{hint}")
     return int(value)
 
 

@@ -67,14 +67,14 @@ class Correlations:
     its own minibatch. Noise may make a fraction negative; it is then shown as 0.
 
     A matrix that AdaBayes-K would cut into blocks is cut here too, and sums run over its blocks: correlations between
-    two blocks are ignored.
+    two blocks are ignored. Leading dimensions count matrices if the optimizer's groups say so with ``batch_dims``.
 
     A step computes the products :math:`G G^T` and :math:`G^T G` of each block, and stores m² + n² values. Call
     :meth:`see` every few steps if that is too much. Gradients that are not finite are skipped.
 
     Args:
         source: a model, or any optimizer of torch.
-        block_size: as in AdaBayes-K.
+        block_size: as in AdaBayes-K; an integer or a pair.
         max_size: as in AdaBayes-K; a larger side is ignored, because AdaBayes-K would not rotate it.
         beta2: decay of the averages, as in AdaBayes-K.
 
@@ -99,13 +99,14 @@ class Correlations:
     def __init__(
         self,
         source: nn.Module | torch.optim.Optimizer,
-        block_size: int = 128,
+        block_size: int | tuple[int, int] = 128,
         max_size: int = 16384,
         beta2: float = 0.99,
     ) -> None:
         if not isinstance(source, nn.Module) and not hasattr(source, "param_groups"):
             raise TypeError(f"Correlations takes a model or an optimizer, not a {type(source).__name__}")
-        check_range("block_size", block_size, least=1.0)
+        for side in block_size if isinstance(block_size, tuple) else (block_size,):
+            check_range("block_size", side, least=1.0)
         check_range("max_size", max_size, least=1.0)
         check_range("beta2", beta2, below=1.0)
         self._source = source
@@ -116,7 +117,7 @@ class Correlations:
     @torch.no_grad()
     def see(self) -> None:
         """Add the current gradients to the averages."""
-        for name, p in self._params():
+        for name, p, batch_dims in self._params():
             if p.grad is None:
                 continue
             if hasattr(p.grad, "to_local"):
@@ -130,14 +131,15 @@ class Correlations:
             if grad.dim() < 2 or grad.numel() == 0:
                 continue
             if name not in self._matrices:
-                self._matrices[name] = _Matrix(grad, self._block_size, self._max_size)
+                self._matrices[name] = _Matrix(grad, self._block_size, self._max_size, batch_dims)
             self._matrices[name].see(grad, 1 - self._beta2)
 
-    def _params(self) -> Iterator[tuple[str, Tensor]]:
+    def _params(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Yield the name of each parameter, the parameter, and its number of batch dimensions."""
         if isinstance(self._source, nn.Module):
-            yield from self._source.named_parameters()
+            yield from ((name, p, 0) for name, p in self._source.named_parameters())
         else:
-            yield from ((name, p) for name, p, _ in named(self._source))
+            yield from ((name, p, group.get("batch_dims", 0)) for name, p, group in named(self._source))
 
     def layers(self) -> list[Correlation]:
         """Return the correlations of each matrix that has had two gradients or more."""
@@ -216,9 +218,10 @@ class Correlations:
 class _Matrix:
     """The factors of one matrix."""
 
-    def __init__(self, grad: Tensor, block_size: int, max_size: int) -> None:
+    def __init__(self, grad: Tensor, block_size: int | tuple[int, int], max_size: int, batch_dims: int) -> None:
         self._shape = tuple(grad.shape)
-        self._blocks = cut(self._shape, block_size, max_size)
+        self._sides = self._shape[batch_dims : batch_dims + 1], self._shape[batch_dims + 1 :]
+        self._blocks = cut(self._shape, block_size, max_size, batch_dims)
         self._wide = torch.promote_types(grad.dtype, torch.float32)
         self._factors = {side: _Factor() for side in (self._blocks.sides if self._blocks else ())}
         self.steps = 0
@@ -239,7 +242,7 @@ class _Matrix:
         return Correlation(name, self._shape, fractions, total, self.steps)
 
     def _fraction(self, side: int) -> float | None:
-        if (self._shape[0], math.prod(self._shape[1:]))[side] == 1:
+        if math.prod(self._sides[side]) == 1:
             return 0.0  # there is nothing off the diagonal
         return self._factors[side].fraction() if side in self._factors else None
 

@@ -33,8 +33,8 @@ class Points:
     name: str
     adam_lr: Tensor  # x: lr / sqrt(<g^2>), the learning rate that Adam would give each weight
     effective_lr: Tensor  # y: the learning rate that each weight gets
-    lr: float
-    lr_sgd: float
+    lr: float  # including matrix_scale, if AdaBayes-K rotates the tensor
+    lr_sgd: float  # likewise
 
 
 class Observer:
@@ -129,7 +129,7 @@ class Observer:
         """Return the current sample, one entry per tensor."""
         points = []
         for name, p, group in named_with_state(self._optimizer, self._model):
-            lr, lr_sgd = self._optimizer.current_rates(group)
+            lr, lr_sgd = self._optimizer.current_rates(group, p)
             if self._optimizer.ROTATES:
                 points.append(self._directions(name, p, lr, lr_sgd))
             elif p in self._tracked:

@@ -34,7 +34,7 @@ def regimes(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) ->
             continue
         sgd_like = torch.count_nonzero(gain * GOLDEN >= 1).item() / count
         adam_like = torch.count_nonzero(gain * GOLDEN < 1).item() / count
-        _, lr_sgd = optimizer.current_rates(group)
+        _, lr_sgd = optimizer.current_rates(group, p)
         sample = gain[:: -(-count // _SAMPLE)].double() * lr_sgd
         samples.append((sample, count / sample.numel()))
         rows.append(Regime(name, count, sgd_like, adam_like, _quantiles([samples[-1]]), lr_sgd))

@@ -22,9 +22,13 @@ from adabayes.kernels.backends import BACKENDS, backend_for
 from adabayes.kernels.coefficients import Rule, StepOptions
 from adabayes.kernels.launch import Launch, Operands
 
-__all__ = ["Plan", "StatePlan", "compute_step", "explain_unfit"]
+__all__ = ["Plan", "StatePlan", "compute_step", "explain_unfit", "explain_unsupported"]
 
 State = Mapping[str, Tensor]
+
+# Number of steps after which a plan is made again, so that the optimizer can convert step counts before they reach
+# 2**24, where fp32 stands still.
+_LONGEST_USE = 2**23
 
 
 class _Batch(NamedTuple):
@@ -61,6 +65,7 @@ class StatePlan:
         self._addresses = list(map(_address, params))
         self._entry_addresses = list(map(_address, entries))
         self._memory = [t.untyped_storage() for t in (*params, *entries)]  # keeps it alive
+        self._steps_left = _LONGEST_USE
 
     def is_valid(self, params: Sequence[Tensor], state: Mapping[Tensor, State]) -> bool:
         """Tell whether the plan is for these parameters and their present state, and none of them has moved."""
@@ -69,7 +74,8 @@ class StatePlan:
         except KeyError:  # an entry was deleted
             return False
         return (
-            len(params) == len(self._params)
+            self._steps_left > 0
+            and len(params) == len(self._params)
             and all(map(is_, params, self._params))
             and list(map(_address, params)) == self._addresses
             and all(map(is_, _states_of(params, state), self._states))
@@ -82,6 +88,7 @@ class StatePlan:
 
     def take_step(self, grads: list[Tensor], coefficients: Any, options: StepOptions) -> None:
         """Take a step with the optimizer's coefficients."""
+        self._steps_left -= 1
         grads = self._fit(grads)
         addresses = list(map(_address, grads))
         if 0 in addresses:
@@ -172,12 +179,11 @@ def explain_unfit(rule: Rule, p: Tensor, state: State, group: Mapping[str, Any],
     """
     exp_avg, second_state, step = state["exp_avg"], state[rule.second_state], state["step"]
     name = f"a parameter of shape {tuple(p.shape)}"
-    backend = BACKENDS.get(p.device.type)
-    if backend is None or not exp_avg.device == second_state.device == p.device or not p.is_floating_point():
-        return (
-            "`fused=True` requires all the params to be floating point Tensors of supported devices: "
-            f"{list(BACKENDS)}, but {name} is of {p.dtype} on {p.device}, its state on {exp_avg.device}."
-        )
+    if reason := explain_unsupported(p):
+        return reason
+    if not exp_avg.device == second_state.device == p.device:
+        return f"fused=True: {name} is on {p.device}, its state on {exp_avg.device}."
+    backend = BACKENDS[p.device.type]
     if not (group["fused"] or backend.by_default):
         return f"the kernel for {p.device} is opt-in: pass `fused=True`."
     if reason := backend.unavailable():
@@ -199,6 +205,16 @@ def explain_unfit(rule: Rule, p: Tensor, state: State, group: Mapping[str, Any],
     for kind, t in (("parameter", p), ("state", exp_avg), ("state", second_state), ("step count", step)):
         check_memory(kind, t)
     return None
+
+
+def explain_unsupported(p: Tensor) -> str | None:
+    """Return why there are no kernels at all for a parameter's device or dtype, or None if there are."""
+    if p.device.type in BACKENDS and p.is_floating_point():
+        return None
+    return (
+        f"`fused=True` requires all the params to be floating point Tensors of supported devices: {list(BACKENDS)}, "
+        f"but a parameter of shape {tuple(p.shape)} is of {p.dtype} on {p.device}."
+    )
 
 
 def _states_of(params: Sequence[Tensor], state: Mapping[Tensor, State]) -> Iterable[Any]:

@@ -136,17 +136,27 @@ class AdaBayesK(FixedPointOptimizer):
 
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer of torch.
-        lr: start with five times AdamW's; the default is conservative. A scheduler, or a group with its own ``lr``,
-            scales ``lr_sgd`` with it.
-        lr_sgd: the highest learning rate that a direction can get, in units of the averaged gradient. None: 1e5 ``lr``.
+        lr: AdamW's learning rate. Parameters that are rotated move ``matrix_scale`` times as far. A scheduler, or a
+            group with its own ``lr``, scales ``lr_sgd`` with it.
+        lr_sgd: the highest learning rate that a direction can get, in units of the averaged gradient, and before it is
+            multiplied by ``matrix_scale``. None: 1e5 ``lr``.
         betas: decay of the averaged gradient, and of its averaged square and covariances.
         weight_decay: decoupled, in AdamW's convention: each step multiplies weights by ``1 - lr * weight_decay``.
+        matrix_scale: factor of both learning rates of parameters that are rotated, but not of their weight decay. With
+            the default, the learning rate of AdamW can stay. Version 0.2 had no such factor: its learning rates are
+            those of ``matrix_scale=1``.
         learn_every: steps between two gradients that a covariance learns from; fewer in the beginning. With 1, it
             learns from all gradients, as in SOAP.
         refresh: steps between two refreshes of a basis; fewer in the beginning.
         block_size: largest side of a block. It bounds the cost per weight: 6 floats of state, where AdamW has 2, and
-            about 10 ``block_size`` operations per step, if the block is full. The width of a layer is a good choice.
+            about 10 ``block_size`` operations per step, if the block is full. The width of a layer is a good choice. A
+            pair gives the largest height and the largest width.
         max_size: largest side that is rotated.
+        batch_dims: number of leading dimensions that count matrices: 1 for experts that are stacked as
+            ``E x out x in``, which are then rotated separately. :func:`adabayes.param_groups` finds them.
+        share_bases: whether all blocks in a row share the basis of their left side, and all blocks in a column that of
+            their right side. A matrix of R x C blocks then has R + C bases instead of 2 R C, which saves memory and
+            refreshes. It does not work with sharded parameters.
         cautious: move only in directions whose averaged gradient has the sign of the newest one.
         centred: average :math:`(G' - M_{t-1})^2` instead of :math:`G'^2`. Where gradients have no noise, this average
             vanishes, and steps are not bounded: do not use it with full batches.
@@ -328,6 +338,11 @@ class AdaBayesK(FixedPointOptimizer):
         explain(AdaBayesK, [name for name in ("capturable", "differentiable") if group[name]])
         group.update(check_integers(group))
         check_range("matrix_scale", group["matrix_scale"])
+
+    # Learning rates
+
+    def _scale(self, group: Group, param: Tensor) -> float:
+        return 1.0 if blocks_of(param, group) is None else float(group["matrix_scale"])
 
     # Migration
 

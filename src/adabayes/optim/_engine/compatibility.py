@@ -12,13 +12,20 @@ from torch import Tensor
 __all__ = ["has_number_as_step", "lacks_lr_sgd", "missing_settings", "original_lr"]
 
 
+# Settings of AdaBayes-K that version 0.2 does not have, with the values that have its effect
+_IN_0_2 = {"matrix_scale": 1.0, "batch_dims": 0, "share_bases": False}
+
+
 def missing_settings(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a loaded group lacks, with the optimizer's defaults.
+    """Return the settings that a loaded group lacks.
 
     Version 0.1 saved AdaBayes-FP without ``cautious`` and ``centred``, and AdaBound without ``state_dtype``,
-    ``stochastic_rounding`` and ``seed``. Pruned groups may lack any setting.
+    ``stochastic_rounding`` and ``seed``. The defaults of these settings have the effect of version 0.1. Version 0.2
+    saved AdaBayes-K without some settings whose defaults have another effect: such groups, which have a ``block_size``,
+    get the values of version 0.2. Pruned groups may lack any setting, and get the defaults.
     """
-    return {name: default for name, default in defaults.items() if name not in group}
+    known = _IN_0_2 if "block_size" in group else {}
+    return {name: known.get(name, default) for name, default in defaults.items() if name not in group}
 
 
 def original_lr(group: dict[str, Any]) -> Any:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from adabayes._util.checks import check_integer
 from adabayes._util.tensors import check_memory, may_be_freed, real_shape
 from adabayes.optim._engine import compatibility
 from adabayes.optim._engine.memory import with_own_memory
 
-__all__ = ["Entry", "Group", "StatefulOptimizer", "dtype_name", "settings_of"]
+__all__ = ["Entry", "Group", "StatefulOptimizer", "dtype_name", "name_of", "settings_of"]
 
 Group = dict[str, Any]
+
+_OTHER_PARAMETERS = (
+    ": the state dict is that of another model, or of the same parameters in another order. Nothing was changed."
+)
+_MOST_FP32_STEPS = 2**23  # fp32 counts to 2**24; plans of fused steps are used 2**23 times at most
 
 
 class Entry(NamedTuple):
@@ -87,6 +94,8 @@ class StatefulOptimizer(Optimizer):
             for name, t in {"parameter": p, "gradient": p.grad, **state}.items():
                 if may_be_freed(t):
                     check_memory(name, t)
+            if not group["capturable"]:  # a captured graph must not read values
+                _widen_step_count_(state)
             params.append(p)
             grads.append(p.grad)
             steps.append(state["step"])
@@ -132,11 +141,25 @@ class StatefulOptimizer(Optimizer):
         """
         return p.device if group["capturable"] else torch.device("cpu")
 
-    # Loading state
+    # Saving and loading state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state and the settings, as torch's optimizers do.
+
+        If entries of state do not have the shapes of their parameters, each saved group lists these shapes as
+        ``param_shapes``, so that :meth:`load_state_dict` can compare them.
+        """
+        state_dict = super().state_dict()
+        for saved, group in zip(state_dict["param_groups"], self.param_groups):
+            entries = (entry for p in group["params"] for entry in self._entries(group, p).values())
+            if any(entry.shape is not None for entry in entries):
+                saved["param_shapes"] = [list(p.shape) for p in group["params"]]
+        return state_dict
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
+            group.pop("param_shapes", None)
             group.update(compatibility.missing_settings(group, self.defaults))
             for p in group["params"]:
                 if compatibility.has_number_as_step(self.state.get(p, {})):
@@ -180,30 +203,38 @@ class StatefulOptimizer(Optimizer):
                 hook.remove()
 
     def _check_loadable(self, state_dict: dict[str, Any]) -> None:
-        """Raise if the state lacks an entry, or an entry does not fit its parameter."""
+        """Raise if the state lacks an entry, or does not fit its parameter."""
         for saved, group in zip(state_dict["param_groups"], self.param_groups):
-            for i, p in zip(saved["params"], group["params"]):
-                entries = self._entries({**self.defaults, **saved}, p)
-                if not (state := state_dict["state"].get(i)):
-                    continue
-                name = _name_of(i, saved)
-                if missing := [entry for entry in ("step", *entries) if entry not in state]:
-                    raise ValueError(
-                        f"the state of {name} has {sorted(state)}, but {type(self).__name__} needs {missing} as well: "
-                        "this state dict was saved by another optimizer. Start without it, or load it into an "
-                        "optimizer of the class that saved it. Nothing was changed."
-                    )
-                shapes = {"step": (), **{entry: made.shape_for(p) for entry, made in entries.items()}}
-                for entry, shape in shapes.items():
-                    value = state[entry]
-                    if not isinstance(value, Tensor) or tuple(value.shape) == shape:
-                        continue
-                    if not (entry == "step" and value.numel() == 1):
+            settings = {**saved, **compatibility.missing_settings(saved, self.defaults)}
+            for i, p, saved_shape in zip(saved["params"], group["params"], _param_shapes(saved)):
+                if state := state_dict["state"].get(i):
+                    name = name_of(i, saved)
+                    self._check_entries(name, state, self._entries(settings, p), p)
+                    if saved_shape is not None and tuple(saved_shape) != tuple(p.shape):
                         raise ValueError(
-                            f"{entry} of {name} has shape {tuple(value.shape)} in this state dict, but for a "
-                            f"parameter of shape {tuple(p.shape)} it must be {shape}: the state dict is that of "
-                            "another model, or of the same parameters in another order. Nothing was changed."
+                            f"{name} had shape {tuple(saved_shape)} when this state dict was saved, but has shape "
+                            f"{tuple(p.shape)} here{_OTHER_PARAMETERS}"
                         )
+
+    def _check_entries(self, name: str, state: dict[str, Any], entries: dict[str, Entry], p: Tensor) -> None:
+        """Raise if loaded state lacks an entry, if an entry has a wrong shape, or if the step count is no count."""
+        if missing := [entry for entry in ("step", *entries) if entry not in state]:
+            raise ValueError(
+                f"the state of {name} has {sorted(state)}, but {type(self).__name__} needs {missing} as well: "
+                "this state dict was saved by another optimizer. Start without it, or load it into an "
+                "optimizer of the class that saved it. Nothing was changed."
+            )
+        shapes = {"step": (), **{entry: made.shape_for(p) for entry, made in entries.items()}}
+        for entry, shape in shapes.items():
+            value = state[entry]
+            fits = not isinstance(value, Tensor) or tuple(value.shape) == shape
+            if not (fits or (entry == "step" and value.numel() == 1)):
+                raise ValueError(
+                    f"{entry} of {name} has shape {tuple(value.shape)} in this state dict, but for a "
+                    f"parameter of shape {tuple(p.shape)} it must be {shape}{_OTHER_PARAMETERS}"
+                )
+        if not getattr(state["step"], "is_meta", False):
+            check_integer(f"step count of {name}", state["step"], least=0, hint=" Nothing was changed.")
 
 
 def settings_of(arguments: dict[str, Any], exclude: Sequence[str] = ()) -> Group:
@@ -225,7 +256,23 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _name_of(i: int, group: Group) -> str:
+def _widen_step_count_(state: dict[str, Any]) -> None:
+    """Continue a step count in float64 before it reaches 2**24, where fp32 stands still."""
+    step = state["step"]
+    if step.dtype == torch.float32 and not step.is_meta and step.item() >= _MOST_FP32_STEPS:
+        state["step"] = step.double()
+
+
+def _param_shapes(saved: Group) -> Iterable[Sequence[int] | None]:
+    """Return the shapes of a saved group's parameters; None where they are not known.
+
+    Version 0.2 did not save them. A distributed checkpoint may split a group, and then no longer knows whose they are.
+    """
+    shapes: list[Sequence[int]] = saved.get("param_shapes", [])
+    return shapes if len(shapes) == len(saved["params"]) else repeat(None)
+
+
+def name_of(i: int, group: Group) -> str:
     """Return how a message refers to a parameter: by its index and, if it has one, its name."""
     if names := group.get("param_names"):
         return f"parameter {i} ({names[group['params'].index(i)]})"

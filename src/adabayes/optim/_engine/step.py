@@ -90,6 +90,7 @@ class EngineOptimizer(StatefulOptimizer):
         defaults["state_dtype"] = dtype_name(defaults["state_dtype"])
         self._fused = FusedSteps(self.KERNEL)
         self._check_group(defaults)
+        self._fused.check(defaults)
         # A scheduler changes a tensor lr in place, also in the defaults: so store its value now.
         defaults["base_lr"] = self._base_lr(defaults)
         super().__init__(params, defaults)
@@ -105,6 +106,7 @@ class EngineOptimizer(StatefulOptimizer):
             group["state_dtype"] = dtype_name(group["state_dtype"])
         given = {**self.defaults, **group}
         self._check_group(given)
+        self._fused.check(given)
         if "base_lr" not in group and "lr" in group:
             group["base_lr"] = self._base_lr(given)
 
@@ -113,6 +115,7 @@ class EngineOptimizer(StatefulOptimizer):
         return as_float(group["lr"]) or USUAL_LR
 
     def _check_group(self, group: Group) -> None:
+        """Raise if a setting is invalid."""
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError(
@@ -132,7 +135,20 @@ class EngineOptimizer(StatefulOptimizer):
                 "`foreach=True` does not support `differentiable=True`: autograd cannot follow its in-place "
                 "arithmetic. Leave `foreach` out to use the single-tensor form."
             )
-        self._fused.check(group)
+
+    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
+        for i, saved in enumerate(state_dict["param_groups"]):
+            try:
+                group = {**self.defaults, **saved}
+                group["lr"] = abs(group["lr"])  # a schedule may end below 0
+                check_range("base_lr", group["base_lr"])
+                self._check_group(group)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(
+                    f"{type(self).__name__} cannot use parameter group {i} of this state dict. {error} Was it saved by "
+                    "another optimizer? Nothing was changed."
+                ) from error
+        super()._check_loadable(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._fused = FusedSteps(self.KERNEL)
@@ -168,7 +184,10 @@ class EngineOptimizer(StatefulOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether GradScaler leaves unscaling to the step, and tells it by ``found_inf`` whether to skip."""
+        """Whether GradScaler leaves unscaling to the step, and tells it by ``found_inf`` whether to skip.
+
+        AdaBayes-K takes such a step with torch's operations, too, where no kernel can serve a matrix.
+        """
         return self.KERNEL is not None and all(group.get("fused") for group in self.param_groups)
 
     def _subgroups(self, group: Group) -> list[Group]:
@@ -200,10 +219,13 @@ class EngineOptimizer(StatefulOptimizer):
         has_complex = self._init_group(group, params, grads, steps, *entries.values())
         if group["capturable"]:
             _check_capturable(params, steps)
-        if coefficients is None or not params:
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if coefficients is None or not params or (found_inf is not None and found_inf.item()):
             return
         indices = self.indices(params)
         targets, grads, entries = self._localize(params, grads, entries)
+        if scale is not None:
+            grads = [g / scale.to(g.device) for g in grads]
         foreach = group["foreach"]
         if foreach is None:
             foreach = not group["differentiable"] and all(type(p) in _foreach_supported_types for p in targets)

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from adabayes._util.checks import check_range
+from adabayes._util.checks import check_integer, check_range
 from adabayes._util.tensors import as_float
 from adabayes._util.warn import warn
 from adabayes.optim._engine.compatibility import lacks_lr_sgd
 from adabayes.optim._engine.explain import explain
-from adabayes.optim._engine.state import Group
+from adabayes.optim._engine.state import Group, name_of
 from adabayes.optim._engine.step import EngineOptimizer
 from adabayes.rates import FIXED_POINT_RATIO, warn_if_papers, warn_if_swapped
 
@@ -74,9 +74,20 @@ class TwoRateOptimizer(EngineOptimizer):
 
     # The learning rate of each weight
 
-    def current_rates(self, group: Group) -> tuple[float, float]:
-        """Return the present ``lr`` and ``lr_sgd`` of a group, which follow its schedule."""
-        return as_float(group["lr"]), group["lr_sgd"] * self._schedule(group)
+    def current_rates(self, group: Group, param: Tensor | None = None) -> tuple[float, float]:
+        """Return the present ``lr`` and ``lr_sgd`` of a group, which follow its schedule.
+
+        Args:
+            group: the parameter group.
+            param: return the rates of this parameter, which are ``matrix_scale`` times as large if AdaBayes-K rotates
+                it. None: those of a parameter that is not rotated.
+        """
+        scale = 1.0 if param is None else self._scale(group, param)
+        return scale * as_float(group["lr"]), scale * group["lr_sgd"] * self._schedule(group)
+
+    def _scale(self, group: Group, param: Tensor) -> float:
+        """Return how many times as large as in the group both learning rates of a parameter are."""
+        return 1.0
 
     def mean_factor(self, group: Group) -> float:
         """Return the factor that converts gradients to those of the mean loss, whose gains are learning rates."""
@@ -84,16 +95,16 @@ class TwoRateOptimizer(EngineOptimizer):
 
     @torch.no_grad()
     def effective_lr(self, param: Tensor) -> Tensor:
-        """Return the present learning rate of each weight of ``param``; ``lr_sgd`` for weights without a gradient yet.
+        """Return the present learning rate of each weight of ``param``; the highest for weights without a gradient yet.
 
         For complex parameters, each component is a weight, as in ``torch.view_as_real``. For AdaBayesK, these are the
-        learning rates of eigendirections, in the shape of the stack of blocks.
+        learning rates of eigendirections, including ``matrix_scale``, in the shape of the stack of blocks.
         """
-        return self.relative_gain(param) * self.current_rates(self._group_of(param))[1]
+        return self.relative_gain(param) * self.current_rates(self._group_of(param), param)[1]
 
     @torch.no_grad()
     def relative_gain(self, param: Tensor) -> Tensor:
-        """Return :meth:`effective_lr` in units of the present ``lr_sgd``: from 0 to 1, even if the schedule is at 0.
+        """Return :meth:`effective_lr` in units of the highest possible one: from 0 to 1, even if the schedule is at 0.
 
         For AdaBayesK, these are the gains of eigendirections.
         """
@@ -145,8 +156,7 @@ class TwoRateOptimizer(EngineOptimizer):
             tensor([0.1000, 0.0095, 0.0010])
         """
         saved = state_dict.get("param_groups", [])
-        is_adamw = saved and all("eps" in group and len(group.get("betas", ())) == 2 for group in saved)
-        if not is_adamw or not all("exp_avg_sq" in state for state in state_dict["state"].values()):
+        if not (saved and all("eps" in group and len(group.get("betas", ())) == 2 for group in saved)):
             raise ValueError(
                 f"this is not the state dict of an AdamW: it has {sorted(map(str, state_dict))}, and groups with "
                 f"{sorted(saved[0]) if saved else 'nothing'}. Give what AdamW.state_dict() returned."
@@ -173,8 +183,9 @@ class TwoRateOptimizer(EngineOptimizer):
                 "betas": self._betas_from(betas, ours),
             }
             groups.append(group)
-            for i in theirs["params"]:
+            for i, p in zip(theirs["params"], ours["params"]):
                 if state := state_dict["state"].get(i):
+                    _check_adamw_state(name_of(i, theirs), state, p)
                     states[i] = self._warm_state(state, group, betas[1])
         return {"state": states, "param_groups": groups}
 
@@ -193,6 +204,23 @@ class TwoRateOptimizer(EngineOptimizer):
     def _warm_state(self, adamw: dict[str, Any], group: Group, beta2: float) -> dict[str, Any]:
         """Return a parameter's state, converted from AdamW's."""
         raise NotImplementedError
+
+
+def _check_adamw_state(name: str, state: dict[str, Any], p: Tensor) -> None:
+    """Raise if this is not AdamW's state of a parameter."""
+    if missing := [entry for entry in ("step", "exp_avg", "exp_avg_sq") if entry not in state]:
+        raise ValueError(
+            f"this is not the state dict of an AdamW: the state of {name} has {sorted(state)}, but not {missing}. Give "
+            "what AdamW.state_dict() returned."
+        )
+    check_integer(f"step count of {name}", state["step"], least=0)
+    for entry in ("exp_avg", "exp_avg_sq"):
+        if state[entry].shape != p.shape:
+            raise ValueError(
+                f"{entry} of {name} has shape {tuple(state[entry].shape)} in this state dict, but this optimizer's "
+                f"parameter has shape {tuple(p.shape)}: AdamW had another model, or the same parameters in another "
+                "order."
+            )
 
 
 def unwrap(optimizer: Any) -> TwoRateOptimizer:

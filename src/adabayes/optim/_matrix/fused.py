@@ -11,7 +11,7 @@ from adabayes.eigenbasis import limit
 from adabayes.kernels.coefficients import ADABAYES_FP
 from adabayes.kernels.cpu.matrix import Matrix
 from adabayes.kernels.matrix_plan import MatrixPlan, explain_unfit_matrix
-from adabayes.kernels.plan import StatePlan
+from adabayes.kernels.plan import StatePlan, explain_unsupported
 from adabayes.optim._engine.fused import FusedSteps
 from adabayes.optim._engine.state import Group
 from adabayes.optim._matrix.layout import blocks_of
@@ -33,6 +33,8 @@ class FusedMatrixSteps(FusedSteps):
 
     @_disable_dynamo
     def _new_plan(self, optimizer: EngineOptimizer, group: Group, params: list[Tensor]) -> StatePlan | None:
+        if group["fused"] and (reasons := [reason for p in params if (reason := explain_unsupported(p))]):
+            raise RuntimeError(f"{reasons[0]} Leave `fused` out to use foreach.")
         if len(set(map(id, params))) < len(params):  # a parameter that occurs twice takes two steps
             return None
         optimizer._init_group(group, [], [], [])

@@ -30,6 +30,9 @@ from adabayes.eigenbasis import Sides
 
 __all__ = ["Owners", "ShardedStack", "is_sharded", "shard_like"]
 
+# Number of stacks of one kind that are kept. Parameters without gradients, such as unused experts, make new ones.
+_MOST_STACKS = 4
+
 Box = list[tuple[int, int]]  # the first index and the length of a shard, for each dimension of the tensor
 
 
@@ -56,7 +59,7 @@ class Owners:
         self._loads: dict[tuple[int, ...], list[int]] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         self._meshes: dict[tuple[Any, ...], Any] = {}
-        self._stacks: dict[Any, ShardedStack] = {}
+        self._stacks: dict[Any, dict[Any, ShardedStack]] = {}  # by kind, then by parameters; the last used is the last
 
     def __contains__(self, p: Tensor) -> bool:
         return p in self._firsts
@@ -147,11 +150,17 @@ class Owners:
 
     def stack(self, params: Sequence[Any], blocks: Sequence[Blocks]) -> ShardedStack:
         """Return how matrices on one mesh, whose blocks have one size, are stacked at the owners of their blocks."""
+        m, n, sides = blocks[0].m, blocks[0].n, blocks[0].sides
+        stacks = self._stacks.setdefault((m, n, sides, params[0].device_mesh), {})
         key = tuple((p, real_shape(p), p.placements) for p in params)
-        if key not in self._stacks:
+        stack = stacks.pop(key, None)
+        if stack is None:
             matrices = [_Matrix(p, b, self._firsts[p] or 0) for p, b in zip(params, blocks)]
-            self._stacks[key] = ShardedStack(matrices, self.group(params[0]), params[0].device)
-        return self._stacks[key]
+            stack = ShardedStack(matrices, self.group(params[0]), params[0].device)
+        stacks[key] = stack
+        if len(stacks) > _MOST_STACKS:
+            del stacks[next(iter(stacks))]
+        return stack
 
 
 def _global(shape: Sequence[int]) -> dict[str, Any]:
@@ -169,11 +178,15 @@ def _ranks(p: Any) -> tuple[int, ...]:
 
 
 class _Matrix:
-    """A sharded matrix: which process has which shard, and which process owns which blocks."""
+    """A sharded matrix, or a stack of them: which process has which shard, and which process owns which blocks."""
 
     def __init__(self, p: Any, blocks: Blocks, first: int) -> None:
-        self.shape = real_shape(p)
+        shape = self.shape = real_shape(p)
         self.blocks, self.first = blocks, first
+        # The number of leading dimensions that count rows; more than one if the parameter is a stack of matrices
+        self.row_dims = next(
+            i for i in range(1, len(shape)) if shape[i - 1] == blocks.height and math.prod(shape[i:]) == blocks.width
+        )
         mesh, placements = p.device_mesh.mesh, p.placements
         if any(placement.is_partial() for placement in placements):
             raise NotImplementedError(
@@ -200,31 +213,36 @@ class _Matrix:
 
     def width(self, process: int, unit: int) -> int:
         """Return how many columns of a shard are sent, including the padding of the last block."""
-        ids = self._columns(process)
-        end = math.prod(self.shape[1:])
+        ids, end = self._columns(process), self.blocks.width
         padding = self.blocks.columns * self.blocks.n - end if len(ids) and unit > 1 and ids[-1] == end - 1 else 0
         return len(ids) + padding
 
     def routes(self, process: int, unit: int) -> tuple[Tensor, Tensor]:
         """Return, for each unit of a shard, its owner, and its index among this matrix's units at that owner."""
-        columns, m, n, num_blocks = self.blocks.columns, self.blocks.m, self.blocks.n, self.blocks.num_blocks
-        begin, rows = self.boxes[process][0]
-        row = torch.arange(begin, begin + rows)[:, None]
+        blocks = self.blocks
+        m, n, num_blocks = blocks.m, blocks.n, blocks.num_blocks
+        rows = self._indices(process, 0, self.row_dims)[:, None]
+        matrix, row = rows // blocks.height, rows % blocks.height
         ids = self._columns(process)
         if unit > 1 and len(ids):
             ids = torch.arange(int(ids[0]), int(ids[0]) + self.width(process, unit), unit)
-        block = (row // m) * columns + ids // n
+        block = (matrix * blocks.rows + row // m) * blocks.columns + ids // n
         run = -(-num_blocks // len(self.boxes))
         owner = (self.first + block // run) % len(self.boxes)
         index = ((block % run) * m + row % m) * (n // unit) + (ids % n) // unit
         return owner.flatten(), index.flatten()
 
     def _columns(self, process: int) -> Tensor:
-        """Return which columns of the matrix a shard has."""
-        ids = torch.arange(math.prod(self.shape[1:])).view(self.shape[1:])
-        for dim, (begin, size) in enumerate(self.boxes[process][1:]):
-            ids = ids.narrow(dim, begin, size)
-        return ids.flatten()
+        """Return which columns of the matrices a shard has."""
+        return self._indices(process, self.row_dims, len(self.shape))
+
+    def _indices(self, process: int, begin: int, end: int) -> Tensor:
+        """Return the indices that a shard has in some dimensions, seen as one dimension."""
+        shape = self.shape[begin:end]
+        indices = torch.arange(math.prod(shape)).view(shape)
+        for dim, (first, size) in enumerate(self.boxes[process][begin:end]):
+            indices = indices.narrow(dim, first, size)
+        return indices.flatten()
 
 
 def _box(shape: Sequence[int], mesh: Sequence[int], where: Sequence[int], placements: Sequence[Any]) -> Box:
@@ -299,7 +317,8 @@ class ShardedStack:
 
     def to_blocks(self, shards: Sequence[Tensor]) -> Tensor:
         """Send shards to the owners of their blocks; return a stack of the blocks that this process owns."""
-        units = torch.cat([self._to_units(x, width) for x, width in zip(shards, self._widths)])
+        pieces = zip(shards, self._matrices, self._widths)
+        units = torch.cat([self._to_units(x, matrix.row_dims, width) for x, matrix, width in pieces])
         stack = units.new_zeros(self._num_blocks, self._m, self._n)
         stack.view(-1, self._unit)[self._to_owners.put] = self._send(units, self._to_owners)
         return stack
@@ -310,10 +329,11 @@ class ShardedStack:
         units = torch.empty_like(received)
         units[self._from_owners.put] = received
         shards, first = [], 0
-        for width, shape in zip(self._widths, shapes):
-            count = shape[0] * width // self._unit
-            rows = units[first : first + count].view(shape[0], width)
-            shards.append(rows[:, : math.prod(shape[1:])].reshape(tuple(shape)))
+        for matrix, width, shape in zip(self._matrices, self._widths, shapes):
+            height = math.prod(shape[: matrix.row_dims])
+            count = height * width // self._unit
+            rows = units[first : first + count].view(height, width)
+            shards.append(rows[:, : math.prod(shape[matrix.row_dims :])].reshape(tuple(shape)))
             first += count
         return shards
 
@@ -321,8 +341,8 @@ class ShardedStack:
         """Return None for both sides: blocks of sharded matrices do not share their bases."""
         return None, None
 
-    def _to_units(self, x: Tensor, width: int) -> Tensor:
-        rows = x.reshape(len(x), math.prod(x.shape[1:]))
+    def _to_units(self, x: Tensor, row_dims: int, width: int) -> Tensor:
+        rows = x.reshape(math.prod(x.shape[:row_dims]), math.prod(x.shape[row_dims:]))
         padding = width - rows.shape[1]
         return (pad(rows, (0, padding)) if padding else rows).reshape(-1, self._unit)
 
