@@ -1,7 +1,7 @@
 """A training run changes from AdamW to AdaBayes-K, as docs/migration.md shows, and its loss does not jump.
 
-The mean loss of the 20 steps after the switch is not above that of the 20 steps before. Losses are those of all data, so
-that minibatches do not blur them.
+The mean loss of the 20 steps after the switch is not above that of the 20 steps before. Losses are those of all data,
+so that minibatches do not blur them.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ def fields_to_hash(spec: dict[str, Any]) -> dict[str, Any]:
 
 # The scale of AdaBayes-K's matrices
 #
-# Version 0.2 had no ``matrix_scale``: it moved matrices as far as vectors. So AdaBayes-K without this setting has a scale
-# of 1 in all specifications and records, those of later versions too: these name every other scale. A protocol that a
-# user writes is different: there, a setting that is missing has the optimizer's default, for AdaBayes-K as for any other.
+# Version 0.2 had no ``matrix_scale``: it moved matrices as far as vectors. So in specifications and records, AdaBayes-K
+# without this setting has a scale of 1, and later versions name every other scale. A protocol that a user writes is
+# different: there, a missing setting has the optimizer's default, for AdaBayes-K as for any other optimizer.
 
 
 def settings_to_store(optimizer_class: str, settings: dict[str, Any]) -> dict[str, Any]:
