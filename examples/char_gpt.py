@@ -84,7 +84,7 @@ def main() -> None:
         "--lr",
         type=float,
         default=4e-3,
-        help="learning rate of both, a good one for AdamW; AdaBayes-K would gain from a higher one (default: 0.004)",
+        help="learning rate of both (default: 0.004)",
     )
     args = parser.parse_args()
     if args.steps < 1:

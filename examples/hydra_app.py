@@ -1,6 +1,6 @@
 """AdaBayes-K in a Hydra app: the optimizer is what the YAML file says, with any argument set on the command line.
 
-    python examples/hydra_app.py [optimizer.lr=0.003] [optimizer._target_=torch.optim.AdamW]
+    python examples/hydra_app.py [optimizer.lr=0.01] [optimizer._target_=torch.optim.AdamW]
 
 ``instantiate`` gets the parameters; everything else is in ``configs/hydra.yaml``. Prints the settings and the test
 error. Ten seconds on two cores, no download.

@@ -1,6 +1,6 @@
 """AdaBayes-K in Lightning's CLI: the optimizer, its schedule and the log of its regimes come from a YAML file.
 
-    python examples/lightning_cli.py fit --config examples/configs/lightning.yaml [--optimizer.init_args.lr 3e-3]
+    python examples/lightning_cli.py fit --config examples/configs/lightning.yaml [--optimizer.init_args.lr 0.01]
 
 With LightningCLI, the module needs no ``configure_optimizers``. Prints Lightning's progress and, at the end, the
 training loss and the share of directions that move like Adam, read from the CSV log. Ten seconds on two cores, no

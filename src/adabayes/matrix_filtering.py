@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from adabayes import filtering
-from adabayes.eigenbasis import eigenvectors
+from adabayes._util.arrays import namespace
 from adabayes.filtering import Dynamics
 
 Array = Any  # numpy.ndarray | torch.Tensor | jax.Array: symmetric matrices
@@ -66,7 +66,7 @@ def of_eigenvalues(function: Callable[[Array], Array], H: Array) -> Array:
 
     .. math:: f(H) = Q \, \text{diag}(f(h_1), f(h_2), \ldots) \, Q^T, \qquad H = Q \, \text{diag}(h) \, Q^T
     """
-    Q = eigenvectors(H)
+    Q = namespace(H).linalg.eigh(H)[1]
     h = (Q * (H @ Q)).sum(-2)
     h = h * (h > 0)  # eigenvalues of zero come out as small numbers of either sign
     return (Q * function(h)[..., None, :]) @ Q.mT

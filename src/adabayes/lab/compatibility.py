@@ -8,7 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["complete_position", "complete_start", "fields_to_hash", "remove_optuna_locks"]
+from adabayes.rates import MATRIX_SCALE
+
+__all__ = [
+    "complete_position",
+    "complete_settings",
+    "complete_start",
+    "complete_tuned",
+    "fields_to_hash",
+    "is_tuned_file",
+    "remove_optuna_locks",
+    "settings_to_store",
+]  # fmt: skip
 
 _NEW_SPEC_FIELDS = {"data_options": {}, "tests_per_epoch": 1, "test_at_end": False, "length": 1.0}
 
@@ -17,10 +28,58 @@ def fields_to_hash(spec: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a run's specification that its identity is the hash of.
 
     Version 0.1 did not have the fields of ``_NEW_SPEC_FIELDS``. They count only if they differ from their defaults, so
-    that runs of version 0.1 keep their folders.
+    that runs of version 0.1 keep their folders. For the same reason, a ``matrix_scale`` of 1 does not count.
     """
     defaults = _NEW_SPEC_FIELDS.items()
-    return {name: value for name, value in spec.items() if (name, value) not in defaults}
+    settings = _without_scale_of_1(spec["optimizer_class"], spec["settings"])
+    return {name: value for name, value in (spec | {"settings": settings}).items() if (name, value) not in defaults}
+
+
+# The scale of AdaBayes-K's matrices
+#
+# Version 0.2 had no ``matrix_scale``: it moved matrices as far as vectors. So in specifications and records, AdaBayes-K
+# without this setting has a scale of 1, and later versions name every other scale. A protocol that a user writes is
+# different: there, a missing setting has the optimizer's default, for AdaBayes-K as for any other optimizer.
+
+
+def settings_to_store(optimizer_class: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings in a protocol's file as specifications hold them: with the scale, unless it is 1."""
+    if not _is_adabayes_k(optimizer_class):
+        return settings
+    return _without_scale_of_1(optimizer_class, {"matrix_scale": MATRIX_SCALE, **settings})
+
+
+def complete_settings(optimizer_class: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a specification with the scale, also if it is 1."""
+    return {"matrix_scale": 1.0, **settings} if _is_adabayes_k(optimizer_class) else settings
+
+
+def is_tuned_file(text: bytes) -> bool:
+    """Tell whether ``adabayes tune`` wrote this protocol, by its first line, which is that of all versions."""
+    return text.startswith(b"# Written by adabayes tune")
+
+
+def complete_tuned(entry: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's entry, as merged with the protocol that its file extends, with the scale it was tuned for.
+
+    Later versions write the scale into files of ``adabayes tune``. In a file of version 0.2, it was 1.
+
+    Args:
+        entry: the merged entry.
+        written: what the file of ``adabayes tune`` has of it.
+    """
+    was_tuned_for_1 = _is_adabayes_k(entry.get("class", "")) and "matrix_scale" not in written
+    return {**entry, "matrix_scale": 1.0} if was_tuned_for_1 else entry
+
+
+def _without_scale_of_1(optimizer_class: str, settings: dict[str, Any]) -> dict[str, Any]:
+    is_default = _is_adabayes_k(optimizer_class) and settings.get("matrix_scale") == 1
+    return {name: value for name, value in settings.items() if not (is_default and name == "matrix_scale")}
+
+
+def _is_adabayes_k(optimizer_class: str) -> bool:
+    """Tell whether an import path is one of AdaBayes-K's, without importing it."""
+    return optimizer_class.startswith("adabayes.") and optimizer_class.endswith(".AdaBayesK")
 
 
 def complete_position(position: dict[str, Any]) -> dict[str, Any]:

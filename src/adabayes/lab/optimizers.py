@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adabayes.lab import schema
+from adabayes.lab import compatibility, schema
 from adabayes.lab.protocol import SPEC, ProtocolError, Spec
 from adabayes.lab.schema import Misfit, suggestion
 
@@ -47,7 +47,8 @@ def make(spec: Spec, model: nn.Module) -> torch.optim.Optimizer:
     argument is ``model`` gets the network instead of its parameters.
     """
     cls = find_class(spec.optimizer_class)
-    settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in spec.settings.items()}
+    stored = compatibility.complete_settings(spec.optimizer_class, spec.settings)
+    settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
     first, *taken = list(inspect.signature(cls).parameters) or [""]
     if "batch_size" in taken:
         settings.setdefault("batch_size", spec.batch_size)

@@ -506,13 +506,15 @@ def _read(name: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         schema.check(schema.table({}, _FILE), table)
     except Misfit as error:
         raise ProtocolError(f"{name}: {error}") from error
+    is_tuned = compatibility.is_tuned_file(text)
     below = table.get("extends")
     if below is None:
         return table
     base = _read(below if below in _PACKAGED else Path(name).parent / below, (*above, path))
     merged = {**base, **table, "optimizers": dict(base.get("optimizers", {}))}
     for key, entry in table.get("optimizers", {}).items():
-        merged["optimizers"][key] = {**merged["optimizers"].get(key, {}), **entry}
+        both = {**merged["optimizers"].get(key, {}), **entry}
+        merged["optimizers"][key] = compatibility.complete_tuned(both, entry) if is_tuned else both
     if "published" not in table:  # the base's figures apply only where the experiment is the same
         changed = {key for key, entry in table.get("optimizers", {}).items() if not _SHOWN.issuperset(entry)}
         same = {} if not _DIFFERENT.isdisjoint(table) else base.get("published", {})
@@ -542,11 +544,12 @@ def _optimizer(protocol: str | Path, name: str, entry: Mapping[str, Any]) -> Opt
         )
     for model in entry.get("models", {}):
         _check_choice("model", model, models.NAMES, f" (optimizers.{name}.models) in {protocol}")
+    settings = {key: value for key, value in entry.items() if key not in _ENTRIES}
     return OptimizerSpec(
         name,
         entry.get("label", name),
         entry["class"],
-        {key: value for key, value in entry.items() if key not in _ENTRIES},
+        compatibility.settings_to_store(entry["class"], settings),
         entry.get("models", {}),
         {key: (float(low), float(high)) for key, (low, high) in entry.get("search", {}).items()},
         entry.get("schedule"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adabayes._util.missing_extra import missing_extra
-from adabayes.lab import optimizers, schema
+from adabayes.lab import compatibility, optimizers, schema
 from adabayes.lab import protocol as protocols
 from adabayes.lab.data import Data, digits_of
 from adabayes.lab.display import Display, make_table, plain
@@ -266,6 +266,10 @@ def write_protocol(protocol: Protocol, source: str | Path, found: list[Search], 
     for search, best in winners:
         lines.append(f"# {search.optimizer.name} {best.value:.4g}, of {len(search.finished)} trials")
     model = protocol.models[0]
+
+    def settings(optimizer: OptimizerSpec) -> dict[str, Any]:
+        return compatibility.complete_settings(optimizer.path, optimizer.settings_for(model))
+
     content = {
         "description": f"{protocol.name}, tuned",
         "extends": str(source) if str(source) in protocols.NAMES else os.path.relpath(source, path.parent),
@@ -274,7 +278,7 @@ def write_protocol(protocol: Protocol, source: str | Path, found: list[Search], 
         "epochs": protocol.epochs,
         "compare": [search.optimizer.name for search, _ in winners],
         "optimizers": {
-            search.optimizer.name: {**search.optimizer.settings_for(model), **best.params, "models": {}}
+            search.optimizer.name: {**settings(search.optimizer), **best.params, "models": {}}
             for search, best in winners
         },
     }

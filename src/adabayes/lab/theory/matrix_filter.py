@@ -14,7 +14,7 @@ from scipy.linalg import sqrtm
 from scipy.signal import lfilter
 
 from adabayes import AdaBayesFP, AdaBayesK, filtering, matrix_filtering
-from adabayes.eigenbasis import eigenvectors, rotate
+from adabayes.eigenbasis import rotate
 from adabayes.filtering import Dynamics
 from adabayes.lab.theory.claims import Check, Floats, Topic, relative, worst
 
@@ -193,6 +193,11 @@ def rotation() -> Topic:
 # Pieces of the matrix's filter
 
 
+def eigenvectors(H: Floats) -> Floats:
+    """Return the eigenvectors of a covariance as columns, sorted by eigenvalue, largest first."""
+    return np.asarray(np.linalg.eigh(H)[1][:, ::-1])
+
+
 def _covariance(random: np.random.Generator, low: float, high: float, size: int) -> Floats:
     """Return a covariance with eigenvalues from low to high and random eigenvectors."""
     Q = np.linalg.qr(random.standard_normal((size, size)))[0]
@@ -247,7 +252,7 @@ def _filtered_in_both_bases(
 def _gains_of_the_optimizer(random: np.random.Generator, A: Floats, C: Floats, bases: tuple[Floats, Floats]) -> Floats:
     """Return the learning rate that AdaBayes-K gives each eigenvector, once it has learnt its bases from gradients."""
     w = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
-    optimizer = AdaBayesK([w], lr=ETA, lr_sgd=SIGMA2, betas=(0.0, 0.999), cautious=False)
+    optimizer = AdaBayesK([w], lr=ETA, lr_sgd=SIGMA2, betas=(0.0, 0.999), matrix_scale=1, cautious=False)
     left, right = np.linalg.cholesky(A), np.linalg.cholesky(C)
     products, squares = np.zeros((ROWS, COLUMNS)), np.zeros((ROWS, COLUMNS))
     for t in range(4000):
@@ -270,7 +275,7 @@ OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.5),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.02, betas=(0.9, 0.99)),
     "AdaBayes-FP": lambda p: AdaBayesFP(p, lr=0.02, lr_sgd=2.0, betas=(0.9, 0.99)),
-    "AdaBayes-K": lambda p: AdaBayesK(p, lr=0.02, lr_sgd=2.0, betas=(0.9, 0.99), refresh=1),
+    "AdaBayes-K": lambda p: AdaBayesK(p, lr=0.02, lr_sgd=2.0, betas=(0.9, 0.99), matrix_scale=1, refresh=1),
 }
 STYLES = (("tab:orange", "-"), ("tab:blue", "-"), ("tab:purple", "--"), ("tab:green", "-"))
 
