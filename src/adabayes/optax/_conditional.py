@@ -1,4 +1,4 @@
-"""A conditional update of arrays that stays conditional under ``vmap`` and can be differentiated."""
+"""Conditional and repeated updates of arrays that stay conditional under ``vmap`` and can be differentiated."""
 
 from __future__ import annotations
 
@@ -52,7 +52,43 @@ def apply_if(condition: jax.Array, function: Callable[..., Any], operand: Any, *
     differentiable = jax.custom_jvp(batchable)
     differentiable.defjvp(lambda primals, tangents: jax.jvp(call_cond, primals, tangents))
     flat = differentiable(condition, operand, *arguments)
-    return jax.tree.map(lambda x, like: x.reshape(like.shape), flat, operand)
+    return _unflatten(flat, operand)
+
+
+def apply_times(
+    times: jax.Array, function: Callable[..., Any], operand: Any, *arguments: Any, max_times: int
+) -> Any:
+    """Return the operand after ``operand = function(operand, i, *arguments)`` for ``i`` from 0 to ``times`` - 1.
+
+    Zero times cost nothing.
+
+    Args:
+        times: an integer, at most ``max_times``.
+        function: a function that returns arrays of the structure, shapes and dtypes of ``operand``.
+        operand: a pytree of arrays.
+        arguments: further pytrees of arrays.
+        max_times: the number of iterations of the derivative, which needs a constant.
+    """
+
+    def call(i: jax.Array, flat: Any, *arguments: Any) -> Any:
+        return _flatten(function(_unflatten(flat, operand), i, *arguments))
+
+    def loop(times: jax.Array, flat: Any, *arguments: Any) -> Any:
+        return jax.lax.fori_loop(0, times, lambda i, flat: call(i, flat, *arguments), flat)
+
+    def scan(times: jax.Array, flat: Any, *arguments: Any) -> Any:
+        def body(flat: Any, i: jax.Array) -> Any:
+            return jax.lax.cond(i < times, lambda: call(i, flat, *arguments), lambda: flat), None
+
+        return jax.lax.scan(body, flat, jnp.arange(max_times))[0]
+
+    differentiable = jax.custom_jvp(loop)
+    differentiable.defjvp(lambda primals, tangents: jax.jvp(scan, primals, tangents))
+    return _unflatten(differentiable(times, _flatten(operand), *arguments), operand)
+
+
+def _unflatten(flat: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, y: x.reshape(y.shape), flat, like)
 
 
 def _flatten(arrays: Any) -> Any:

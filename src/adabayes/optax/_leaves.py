@@ -24,9 +24,9 @@ def is_complex(leaf: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating))
 
 
-def map_weights(function: Callable[[Any], Any], params: optax.Params) -> optax.Updates:
-    """Apply a function to each weight. Replace leaves that are not weights by masked nodes."""
-    return jax.tree.map(lambda p: function(p) if is_weight(p) else optax.MaskedNode(), params)
+def map_weights(function: Callable[..., Any], params: optax.Params, *trees: Any) -> optax.Updates:
+    """Apply a function to each weight, and to the leaves of other trees. Mask leaves that are not weights."""
+    return jax.tree.map(lambda p, *xs: function(p, *xs) if is_weight(p) else optax.MaskedNode(), params, *trees)
 
 
 def name_of(path: Any) -> str:
