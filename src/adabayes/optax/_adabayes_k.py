@@ -194,7 +194,7 @@ class ScaleByAdaBayesKState(NamedTuple):
     bases: Any
     rates: Rates  # of vectors; those of matrices are ``matrix_scale`` times as large
     b2: jax.Array
-    matrix_scale: jax.Array
+    matrix_scale: jax.Array | None = None  # None in states of version 0.2, which cannot be continued
 
 
 def scale_by_adabayes_k(
@@ -250,6 +250,8 @@ def scale_by_adabayes_k(
     def update(
         updates: optax.Updates, state: ScaleByAdaBayesKState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByAdaBayesKState]:
+        if state.matrix_scale is None:
+            raise ValueError("This state is from version 0.2, which had no blocks. Create a new one with init().")
         count, base_lr = optax.safe_increment(state.count), state.rates.lr
         learn_every = interval(count, max_learn_every)
         coefficients = Coefficients(
