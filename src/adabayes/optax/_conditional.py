@@ -55,9 +55,7 @@ def apply_if(condition: jax.Array, function: Callable[..., Any], operand: Any, *
     return _unflatten(flat, operand)
 
 
-def apply_times(
-    times: jax.Array, function: Callable[..., Any], operand: Any, *arguments: Any, max_times: int
-) -> Any:
+def apply_times(times: jax.Array, function: Callable[..., Any], operand: Any, *arguments: Any, max_times: int) -> Any:
     """Return the operand after ``operand = function(operand, i, *arguments)`` for ``i`` from 0 to ``times`` - 1.
 
     Zero times cost nothing.
