@@ -12,6 +12,7 @@ import optax
 from adabayes import filtering
 from adabayes.optax._chain import chain
 from adabayes.optax._compatibility import stored_base_lr
+from adabayes.optax._leaves import smallest_normal
 from adabayes.optax._rates import Rates, RateSettings
 from adabayes.optax._settings import (
     Scalar,
@@ -53,7 +54,7 @@ class FilterRule(NamedTuple):
         new_mu = jnp.where(self.paused, mu, mu + (g - mu) * cast(1 - self.b1))
         if self.memory is not None:
             new_gain = self._remember(g, gain, self.memory)
-            used_gain = jnp.where(new_gain <= jnp.finfo(gain.dtype).tiny, 0, new_gain)
+            used_gain = jnp.where(new_gain <= smallest_normal(gain.dtype), 0, new_gain)
             return used_gain * new_mu * cast(self.scale), new_mu, new_gain
         # A proxy that is 0 where mu is 0. If the gain read mu itself, XLA could not update mu in place on a CPU.
         mu_proxy = jnp.where(new_mu == g * cast(1 - self.b1), 0, new_mu)
@@ -76,8 +77,8 @@ class FilterRule(NamedTuple):
         variance = jnp.where(unstarted, cast(self.lr_sgd), jnp.maximum(gain, LEAST_GAIN))
         half = cast(0.5 - 0.5 / n) + variance * cast(0.5 / (n * self.lr_sgd))
         step = variance * (g * jnp.where(unstarted, cast(1 / self.base_lr), cast(1 / (self.base_lr * jnp.sqrt(n)))))
-        posterior = jnp.maximum(variance / (half + jnp.sqrt(half * half + step * step)), jnp.finfo(gain.dtype).tiny)
-        return jnp.where(unstarted & (g == 0), 0, posterior)
+        posterior = variance / (half + jnp.sqrt(half * half + step * step))
+        return jnp.where(unstarted & (g == 0), 0, jnp.maximum(posterior, smallest_normal(gain.dtype)))
 
     def _update_gain_exactly(self, g: jax.Array, gain: jax.Array, unstarted: jax.Array) -> jax.Array:
         """Start at the fixed point of the first gradient. Until then, the gain is 0."""

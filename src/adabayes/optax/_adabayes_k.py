@@ -119,7 +119,7 @@ def learn_factors(factors: Pair, G: jax.Array, coefficients: Coefficients, layou
 
 def initialize_bases(bases: Pair, factors: Pair) -> Pair:
     """Return the eigenvectors of the first factors. The bases of the state are only placeholders."""
-    return jax.tree.map(lambda _, A: eigenvectors(A), bases, factors)
+    return map_sides(lambda side, A: eigenvectors(A), factors)
 
 
 def refresh_due_bases(state: MatrixState, coefficients: Coefficients, layout: Layout) -> MatrixState:
@@ -148,7 +148,9 @@ def update_due_bases(
     t, every = coefficients.t, coefficients.refresh_every
     num_due = jnp.where(t > 1, (len(turns) - 1 - t % every) // every + 1, 0)
     num_chunks = (num_due + chunk_size - 1) // chunk_size
-    return apply_times(num_chunks, update_chunk, state, num_due, coefficients, max_times=-(-len(turns) // chunk_size))
+    max_chunks = -(-len(turns) // chunk_size)
+    updated: MatrixState = apply_times(num_chunks, update_chunk, state, num_due, coefficients, max_times=max_chunks)
+    return updated
 
 
 def refresh_bases(
@@ -156,7 +158,8 @@ def refresh_bases(
 ) -> MatrixState:
     """Refresh some bases of one side. Rotate the M of their matrices with them, and reorder V."""
     M, V, factors, bases = state
-    A, Q = factors[side], bases[side]
+    A: Any = factors[side]
+    Q: Any = bases[side]
     which = jnp.asarray(layout.blocks_of_bases(side))[indices]  # a row for each basis
     chosen = jnp.nan_to_num(A[indices], nan=0.0, posinf=0.0, neginf=0.0)  # a factor that has overflowed starts again
     old = Q[indices]

@@ -60,6 +60,11 @@ def real_dtype(dtype: Any) -> Any:
     return jnp.finfo(widen(dtype)).dtype  # type: ignore[no-untyped-call]
 
 
+def smallest_normal(dtype: Any) -> float:
+    """Return the smallest positive number of a dtype that has its full precision."""
+    return float(jnp.finfo(dtype).tiny)  # type: ignore[no-untyped-call]
+
+
 def check_dtype(name: str, dtype: Any, permitted: tuple[Any, ...] = ()) -> Any:
     """Return a dtype that was given as such, by name, or as the array into which ``inject_hyperparams`` converts it."""
     if dtype is None:

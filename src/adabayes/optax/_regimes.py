@@ -56,8 +56,8 @@ def regimes(state: Any, learning_rate: float | None = None) -> Regimes:
 
 def _iterate_gains(state: State, lr: float, lr_sgd: float) -> Iterator[tuple[str, NDArray[np.float64], float]]:
     """Yield the name of each array of weights, their gains at the learning rates of the filter, and their scale."""
-    second: Any = state.gain if isinstance(state, ScaleByAdaBayesState) else state.nu
-    tree = jax.tree.structure(second)
+    second = state.gain if isinstance(state, ScaleByAdaBayesState) else state.nu
+    tree: Any = jax.tree.structure(second)
     scales = [1.0] * tree.num_leaves
     if isinstance(state, ScaleByAdaBayesKState) and state.matrix_scale is not None:
         scales = [float(state.matrix_scale) if bases else 1.0 for bases in tree.flatten_up_to(state.bases)]
