@@ -41,7 +41,7 @@ def apply_times(times: jax.Array, function: Callable[..., Any], operand: Any, *a
         def body(i: jax.Array, flat: Any) -> Any:
             # XLA moves what does not depend on i out of the loop, where it would be computed even if there are zero
             # iterations. Behind the barrier, everything depends on i.
-            i, barred = jax.lax.optimization_barrier((i, flat_arguments))
+            i, barred = jax.lax.optimization_barrier((i, flat_arguments))  # type: ignore[no-untyped-call]
             return call(i, flat, barred)
 
         return jax.lax.fori_loop(0, times, body, flat)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -57,15 +56,15 @@ class Layout:
         blocks = np.arange(self.blocks.num_blocks) if owners is None else owners.argsort(kind="stable")
         return blocks.reshape(self.blocks.num_bases(side), -1)
 
-    @cached_property
-    def torch_order(self) -> NDArray[np.intp]:
-        """The indices of the blocks in the order in which torch counts them: its rows are the columns here."""
-        matrices, rows, columns = self.blocks.matrices, self.blocks.rows, self.blocks.columns
-        return np.arange(self.blocks.num_blocks).reshape(matrices, rows, columns).swapaxes(1, 2).ravel()
-
     def turns(self, side: int) -> NDArray[np.intp]:
-        """Return the bases in the order of torch, in which they take turns at being refreshed."""
-        return np.arange(self.blocks.num_bases(side)) if self.blocks.shared else self.torch_order
+        """Return the bases in torch's order, in which they take turns at being refreshed.
+
+        torch counts blocks by row, and its rows are the columns here.
+        """
+        if self.blocks.shared:
+            return np.arange(self.blocks.num_bases(side))
+        grid = np.arange(self.blocks.num_blocks).reshape(-1, self.blocks.rows, self.blocks.columns)
+        return grid.swapaxes(1, 2).ravel()
 
 
 class LayoutSettings(NamedTuple):
