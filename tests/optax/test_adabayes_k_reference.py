@@ -1,6 +1,6 @@
 """AdaBayes-K for JAX computes the weights of ``adabayes.reference.adabayes_k``, in float64.
 
-The inputs of a layer come first in JAX and last in the reference, so matrices are transposed. There are no blocks.
+The inputs of a layer come first in JAX and last in the reference, so matrices are transposed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from tests.support.block_reference import Array, Problem, Shape, draw_problem, r
 from tests.support.precision import enable_x64
 
 MAX_SIZE = 12
+BLOCK_SIZE = 4
 # In torch's order of axes. A side of 20 is above MAX_SIZE.
-SHAPES: list[Shape] = [(4, 4), (3, 4), (4, 20), (20, 3), (4, 1, 2, 2), (3,)]
+SHAPES: list[Shape] = [(4, 4), (8, 7), (4, 20), (20, 3), (4, 1, 2, 2), (3,)]
 STEPS = 48  # the intervals of the schedule are 1, then 2 from step 16 on, then 4 from step 32 on
 
 
@@ -32,7 +33,12 @@ def train(problem: Problem, **options: Any) -> list[Any]:
     """Return the weights of each parameter, with one row per step."""
     lrs = jnp.asarray(problem.lrs)
     optimizer = ours.adabayes_k(
-        lambda count: lrs[count], problem.lr_sgd, base_lr=problem.lrs[0], max_size=problem.max_size, **options
+        lambda count: lrs[count],
+        problem.lr_sgd,
+        base_lr=problem.lrs[0],
+        block_size=problem.block_size,
+        max_size=problem.max_size,
+        **options,
     )
 
     def step(carry: Any, gradients: Any) -> Any:
@@ -58,7 +64,7 @@ def train(problem: Problem, **options: Any) -> list[Any]:
 )
 def test_weights_equal_the_reference(options: dict[str, Any]) -> None:
     """The tolerance is that of the other forms: ``tests.support.block_reference`` derives it."""
-    problem = draw_problem(SHAPES, steps=STEPS, block_size=MAX_SIZE, max_size=MAX_SIZE)
+    problem = draw_problem(SHAPES, steps=STEPS, block_size=BLOCK_SIZE, max_size=MAX_SIZE)
     with enable_x64(True):
         path = train(problem, **options)
     for i, (weights, expected) in enumerate(zip(path, zip(*reference_path(problem, **options)), strict=True)):

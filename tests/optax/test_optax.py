@@ -256,8 +256,9 @@ def test_a_gradient_that_would_be_broadcast_is_refused_by_name(make: Any, wrong:
     for update in (optimizer.update, jax.jit(optimizer.update)):
         with pytest.raises(ValueError, match=rf"{message} parameter has shape {re.escape(str(right))}\. .* jax\.grad"):
             update(grads, optimizer.init(p), p)
+    state_shape = (1, *right) if make is ours.adabayes_k and len(right) == 2 else right  # that of a stack of blocks
     for params in (None, grads):
-        with pytest.raises(ValueError, match=rf"{message} state has shape {re.escape(str(right))}\. .* init\(\)"):
+        with pytest.raises(ValueError, match=rf"{message} state has shape {re.escape(str(state_shape))}.* init\(\)"):
             optimizer.update(grads, optimizer.init(p), params)
 
 
@@ -517,7 +518,10 @@ def test_the_parts_of_complex_weights_are_weights_of_their_own(make: Any, mu_dty
     whole, parts = jnp.array([1 + 2j, 3 - 1j]), jnp.array([[1.0, 3.0], [2.0, -1.0]])
     real = make(1e-2, weight_decay=0.1, mu_dtype="float32" if mu_dtype == "complex64" else mu_dtype)
     states: list[Any] = [optimizer.init(whole), real.init(parts)]
-    assert states[0][0].mu.dtype == (mu_dtype or "complex64")
+    if make is ours.adabayes_k:  # in the eigenbasis, averages do not come in pairs
+        assert states[0][0].mu.dtype == ("bfloat16" if mu_dtype == "bfloat16" else "float32")
+    else:
+        assert states[0][0].mu.dtype == (mu_dtype or "complex64")
     for t in range(4):
         g = jax.random.normal(jax.random.key(t), (2, 2))
         updates, states[0] = optimizer.update(jax.lax.complex(g[0], g[1]), states[0], whole)

@@ -1,4 +1,4 @@
-"""Jitted steps of optax's optimizers and of ours, to be timed; parameters and state are donated."""
+"""Jitted steps of optax's optimizers and of ours, to be timed. Parameters and state are donated."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def optimizers() -> dict[str, Callable[[], optax.GradientTransformation]]:
 
 
 def matrix_optimizers() -> dict[str, Callable[[], optax.GradientTransformation]]:
-    """Return the optimizers that work on whole matrices; of optax's own, Muon is the closest."""
+    """Return the optimizers that work on matrices. Of optax's own, Muon is the closest."""
     return {
         BASELINE: optimizers()[BASELINE],
         "AdaBayes-K": lambda: adabayes_k(1e-3, weight_decay=0.01),
+        "AdaBayes-K, shared bases": lambda: adabayes_k(1e-3, weight_decay=0.01, share_bases=True),
         "AdaBayes-K, its element-wise part": lambda: adabayes_k(1e-3, weight_decay=0.01, max_size=1),
         "optax.contrib.muon": lambda: optax.contrib.muon(1e-3, weight_decay=0.01),
     }
@@ -45,7 +46,7 @@ def matrix_optimizers() -> dict[str, Callable[[], optax.GradientTransformation]]
 def steps(workload: Workload, names: Sequence[str]) -> dict[str, Step]:
     """Create each optimizer with its own parameters, and gradients that all share."""
     random = np.random.default_rng(0)
-    shapes = workload.shapes()
+    shapes = [_in_order_of_jax(shape) for shape in workload.shapes()]
     start = [jnp.asarray(random.standard_normal(shape, np.float32)) for shape in shapes]
     grads = [jnp.asarray(np.float32(0.01) * random.standard_normal(shape, np.float32)) for shape in shapes]
     makers = {**matrix_optimizers(), **optimizers()}
@@ -58,6 +59,11 @@ def steps(workload: Workload, names: Sequence[str]) -> dict[str, Step]:
 
 def roof(weights: int) -> None:
     """Return no loop to compare with: torch's uses the threads of our kernels, not JAX's."""
+
+
+def _in_order_of_jax(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Convert a shape of torch, outputs x inputs x kernel, to kernel x inputs x outputs."""
+    return (*shape[2:], *shape[1::-1]) if len(shape) > 1 else shape
 
 
 def _begun(name: str, state: Any) -> Any:

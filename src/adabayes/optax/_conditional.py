@@ -1,4 +1,4 @@
-"""A conditional update of arrays that stays conditional under ``vmap`` and can be differentiated."""
+"""Conditional and repeated updates of arrays that stay conditional under ``vmap`` and can be differentiated."""
 
 from __future__ import annotations
 
@@ -12,48 +12,55 @@ import jax.numpy as jnp
 def apply_if(condition: jax.Array, function: Callable[..., Any], operand: Any, *arguments: Any) -> Any:
     """Return ``function(operand, *arguments)`` if the condition holds, and ``operand`` otherwise.
 
-    ``vmap`` converts a ``lax.cond`` with a batched condition to a ``select``, which computes both branches. This
-    function keeps a ``lax.cond``, on whether the condition holds for *any* model. Usually it holds for all or none of
-    them, because they are at the same step.
+    This is a loop of at most one iteration: XLA on the CPU updates the operand of a loop in place, but copies that of a
+    ``lax.cond``.
+    """
+    times = jnp.asarray(condition, jnp.int32)
+    return apply_times(times, lambda x, i, *xs: function(x, *xs), operand, *arguments, max_times=1)
+
+
+def apply_times(times: jax.Array, function: Callable[..., Any], operand: Any, *arguments: Any, max_times: int) -> Any:
+    """Return the operand after ``operand = function(operand, i, *arguments)`` for ``i`` from 0 to ``times`` - 1.
+
+    Zero times cost nothing. Under ``vmap``, models may differ in ``times``: the loop ends with the last of them.
 
     Args:
-        condition: a boolean scalar.
+        times: an integer, at most ``max_times``.
         function: a function that returns arrays of the structure, shapes and dtypes of ``operand``.
         operand: a pytree of arrays.
         arguments: further pytrees of arrays.
+        max_times: the number of iterations of the derivative, which needs a constant.
     """
 
-    def call_cond(condition: jax.Array, operand: Any, *arguments: Any) -> Any:
-        # LAPACK returns matrices in column-major order. If matrices left the ``cond``, XLA would transpose those of the
-        # other branch at each step. Flat arrays have only one order.
-        return jax.lax.cond(
-            condition, lambda x, *xs: _flatten(function(x, *xs)), lambda x, *_: _flatten(x), operand, *arguments
-        )
+    # LAPACK has matrices in column-major order. If matrices entered the loop, XLA might store them in this order, and
+    # transpose them at each step. Flat arrays have only one order.
+    def call(i: jax.Array, flat: Any, flat_arguments: Any) -> Any:
+        return _flatten(function(_unflatten(flat, operand), i, *_unflatten(flat_arguments, arguments)))
 
-    batchable = jax.custom_batching.custom_vmap(call_cond)
+    def loop(times: jax.Array, flat: Any, flat_arguments: Any) -> Any:
+        def body(i: jax.Array, flat: Any) -> Any:
+            # XLA moves what does not depend on i out of the loop, where it would be computed even if there are zero
+            # iterations. Behind the barrier, everything depends on i.
+            i, barred = jax.lax.optimization_barrier((i, flat_arguments))  # type: ignore[no-untyped-call]
+            return call(i, flat, barred)
 
-    @batchable.def_vmap
-    def call_batched(size: int, batched: Any, condition: jax.Array, *inputs: Any) -> Any:
-        operand, *arguments = jax.tree.map(
-            lambda x, is_batched: x if is_batched else jnp.broadcast_to(x, (size, *x.shape)), inputs, tuple(batched[1:])
-        )
+        return jax.lax.fori_loop(0, times, body, flat)
 
-        def apply_where(operand: Any, conditions: jax.Array, *arguments: Any) -> Any:
-            def select(after: jax.Array, before: jax.Array) -> jax.Array:
-                return jnp.where(conditions.reshape(-1, *[1] * (after.ndim - 1)), after, before)
+    # Loops of variable length do not support reverse-mode differentiation.
+    def scan(times: jax.Array, flat: Any, flat_arguments: Any) -> Any:
+        def body(flat: Any, i: jax.Array) -> Any:
+            return jax.lax.cond(i < times, lambda: call(i, flat, flat_arguments), lambda: flat), None
 
-            return jax.tree.map(select, jax.vmap(function)(operand, *arguments), operand)
+        return jax.lax.scan(body, flat, jnp.arange(max_times))[0]
 
-        conditions = jnp.broadcast_to(condition, (size,))
-        result = apply_if(condition.any(), apply_where, operand, conditions, *arguments)
-        return jax.tree.map(lambda x: x.reshape(size, -1), result), jax.tree.map(lambda _: True, result)
-
-    # ``custom_vmap`` does not support reverse-mode differentiation. The derivative is that of ``lax.cond``.
-    differentiable = jax.custom_jvp(batchable)
-    differentiable.defjvp(lambda primals, tangents: jax.jvp(call_cond, primals, tangents))
-    flat = differentiable(condition, operand, *arguments)
-    return jax.tree.map(lambda x, like: x.reshape(like.shape), flat, operand)
+    differentiable = jax.custom_jvp(loop)
+    differentiable.defjvp(lambda primals, tangents: jax.jvp(scan, primals, tangents))
+    return _unflatten(differentiable(times, _flatten(operand), _flatten(arguments)), operand)
 
 
 def _flatten(arrays: Any) -> Any:
     return jax.tree.map(jnp.ravel, arrays)
+
+
+def _unflatten(flat: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, y: x.reshape(jnp.shape(y)), flat, like)

@@ -24,9 +24,9 @@ def is_complex(leaf: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating))
 
 
-def map_weights(function: Callable[[Any], Any], params: optax.Params) -> optax.Updates:
-    """Apply a function to each weight. Replace leaves that are not weights by masked nodes."""
-    return jax.tree.map(lambda p: function(p) if is_weight(p) else optax.MaskedNode(), params)
+def map_weights(function: Callable[..., Any], params: optax.Params, *trees: Any) -> optax.Updates:
+    """Apply a function to each weight, and to the leaves of other trees. Mask leaves that are not weights."""
+    return jax.tree.map(lambda p, *xs: function(p, *xs) if is_weight(p) else optax.MaskedNode(), params, *trees)
 
 
 def name_of(path: Any) -> str:
@@ -58,6 +58,11 @@ def widen(dtype: Any) -> Any:
 def real_dtype(dtype: Any) -> Any:
     """Return the dtype in which to compute: that of the real and imaginary parts, and at least fp32."""
     return jnp.finfo(widen(dtype)).dtype  # type: ignore[no-untyped-call]
+
+
+def smallest_normal(dtype: Any) -> float:
+    """Return the smallest positive number of a dtype that has its full precision."""
+    return float(jnp.finfo(dtype).tiny)  # type: ignore[no-untyped-call]
 
 
 def check_dtype(name: str, dtype: Any, permitted: tuple[Any, ...] = ()) -> Any:

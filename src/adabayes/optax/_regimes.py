@@ -27,8 +27,8 @@ def regimes(state: Any, learning_rate: float | None = None) -> Regimes:
 
     Args:
         state: the state of :func:`adabayes`, :func:`adabayes_fp`, :func:`adabayes_k` or a transformation that contains
-            one of them. For :func:`adabayes_k`, the regimes are those of eigendirections: a matrix has as many of them
-            as weights.
+            one of them. For :func:`adabayes_k`, the regimes are those of eigendirections: a block has as many of them
+            as entries, including those that fill it up. Their learning rates include ``matrix_scale``.
         learning_rate: the present learning rate, for all weights. None: that of the filter, which is the base or, under
             ``dynamics="paper"``, that of the last step.
 
@@ -44,20 +44,24 @@ def regimes(state: Any, learning_rate: float | None = None) -> Regimes:
         bounded &= isinstance(leaf, ScaleByAdaBayesKState)
         lr, lr_sgd = map(float, leaf.rates)
         lr_factor = 1.0 if learning_rate is None else learning_rate / lr
-        for name, gain in _iterate_gains(leaf, lr, lr_sgd):
+        for name, gain, scale in _iterate_gains(leaf, lr, lr_sgd):
             sgd_like, adam_like = (float(np.mean(x)) for x in (gain * GOLDEN >= lr_sgd, gain * GOLDEN < lr_sgd))
-            gains.append(gain * lr_factor)
+            gains.append(gain * lr_factor * scale)
             quantiles = tuple(np.quantile(gains[-1], QUANTILES).tolist())
-            rows.append(Regime(name, gain.size, sgd_like, adam_like, quantiles, lr_sgd * lr_factor))
+            rows.append(Regime(name, gain.size, sgd_like, adam_like, quantiles, lr_sgd * lr_factor * scale))
     if not rows:
         raise ValueError("This is not the state of an adabayes, adabayes_fp or adabayes_k, or it contains no weights.")
     return Regimes.of(rows, tuple(np.quantile(np.concatenate(gains), QUANTILES).tolist()), bounded)
 
 
-def _iterate_gains(state: State, lr: float, lr_sgd: float) -> Iterator[tuple[str, NDArray[np.float64]]]:
-    """Yield the name of each array of weights, and their gains at the learning rates of the filter."""
+def _iterate_gains(state: State, lr: float, lr_sgd: float) -> Iterator[tuple[str, NDArray[np.float64], float]]:
+    """Yield the name of each array of weights, their gains at the learning rates of the filter, and their scale."""
     second = state.gain if isinstance(state, ScaleByAdaBayesState) else state.nu
-    for (path, leaf), mu in zip(jax.tree_util.tree_leaves_with_path(second), jax.tree.leaves(state.mu)):
+    tree: Any = jax.tree.structure(second)
+    scales = [1.0] * tree.num_leaves
+    if isinstance(state, ScaleByAdaBayesKState) and state.matrix_scale is not None:
+        scales = [float(state.matrix_scale) if bases else 1.0 for bases in tree.flatten_up_to(state.bases)]
+    for (path, leaf), mu, scale in zip(jax.tree_util.tree_leaves_with_path(second), jax.tree.leaves(state.mu), scales):
         values = _flatten(leaf)
         if isinstance(state, ScaleByAdaBayesState):
             values[filtering.is_unstarted(values, _flatten(mu))] = lr_sgd
@@ -65,7 +69,7 @@ def _iterate_gains(state: State, lr: float, lr_sgd: float) -> Iterator[tuple[str
             correction = bias_correction(float(state.b2), max(int(state.count), 1))
             values = filtering.fixed_point(values / correction, lr, lr_sgd)
         if values.size:
-            yield name_of(path), values
+            yield name_of(path), values, scale
 
 
 def _flatten(leaf: Any) -> NDArray[np.float64]:

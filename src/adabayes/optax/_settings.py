@@ -38,16 +38,16 @@ def check_range(name: str, value: Any, low: float, high: float, *, open_low: boo
         raise ValueError(f"Invalid {name}: {value}. It must be {span}.")
 
 
-def check_integer(name: str, value: Any) -> int:
-    """Return an integer of at least 1. Refuse traced arrays, because the compiled program depends on the value."""
+def check_integer(name: str, value: Any, least: int = 1) -> int:
+    """Return an integer of at least ``least``. Refuse traced arrays: the compiled program depends on the value."""
     value = to_python(value)
     if isinstance(value, jax.Array):
         raise TypeError(
             f"{name} is traced, but it decides what is compiled. With optax.inject_hyperparams, leave it out or pass "
             f'static_args=("{name}",).'
         )
-    if isinstance(value, bool) or not is_known(value) or value != value // 1 or value < 1:
-        raise ValueError(f"Invalid {name}: {value!r}. It must be an integer, at least 1.")
+    if isinstance(value, bool) or not is_known(value) or value != value // 1 or value < least:
+        raise ValueError(f"Invalid {name}: {value!r}. It must be an integer, at least {least}.")
     return int(value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -10,15 +11,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 REPLICATED: Any = PartitionSpec()  # type: ignore[no-untyped-call]
 
 
-def replicate_like(x: jax.Array, p: Any) -> jax.Array:
-    """Replicate a new array over all devices of a parameter, which is where a jitted step would put it."""
-    if isinstance(p, jax.core.Tracer) or not isinstance(p, jax.Array):
+def distribute_like(x: jax.Array, p: Any, axes: tuple[int, ...]) -> jax.Array:
+    """Distribute a new array of state over the devices of a parameter.
+
+    The mesh axes that split the parameter split the array, too: along the first of ``axes`` whose size their number of
+    devices divides. If they divide none of these sizes, the array is replicated.
+    """
+    if isinstance(p, jax.core.Tracer):
+        explicit = _explicit_sharding(p)
+        return x if explicit is None else _reshard(x, _split(explicit, x.shape, axes))
+    if not isinstance(p, jax.Array) or not p.committed:
         return x
-    sharding: Any = p.sharding if p.committed else None
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, REPLICATED)
-    replicated: jax.Array = x if sharding is None else jax.device_put(x, sharding)
-    return replicated
+    sharding: Any = p.sharding
+    distributed: jax.Array = jax.device_put(
+        x, _split(sharding, x.shape, axes) if isinstance(sharding, NamedSharding) else sharding
+    )
+    return distributed
 
 
 def unshard(x: jax.Array) -> jax.Array:
@@ -34,6 +42,15 @@ def shard_like(x: jax.Array, like: jax.Array) -> jax.Array:
     """Shard an unsharded array like another one: the inverse of :func:`unshard`."""
     sharding = _explicit_sharding(like)
     return x if sharding is None else _reshard(x, sharding)
+
+
+def _split(sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[int, ...]) -> NamedSharding:
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec if entry is not None]
+    names = tuple(name for entry in entries for name in entry)
+    count = math.prod(sharding.mesh.shape[name] for name in names)
+    axis = next((axis for axis in axes if shape[axis] % count == 0), None)
+    spec = [names if names and i == axis else None for i in range(len(shape))]
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))  # type: ignore[no-untyped-call]
 
 
 def _reshard(x: jax.Array, sharding: Any) -> jax.Array:

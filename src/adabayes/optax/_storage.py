@@ -29,8 +29,8 @@ Rule = Callable[..., tuple[Any, ...]]
 class Storage:
     """Stores two numbers for each weight: ``mu``, the averaged gradient, and a second one, such as the gain.
 
-    Both have the shape of their parameter. Those of complex parameters are complex, unless a real dtype was given: then
-    real and imaginary parts are stacked along a new first axis.
+    Both have the shape of their parameter, or that of its blocks. Those of complex parameters are complex, unless a
+    real dtype was given: then real and imaginary parts are stacked along a new first axis.
     """
 
     def __init__(self, mu_dtype: Any, state_dtype: Any, seed: Any) -> None:
@@ -38,16 +38,22 @@ class Storage:
         self._mu_dtype = check_dtype("mu_dtype", mu_dtype) or self._dtype
         self._seed = seed if isinstance(seed, int) else jnp.asarray(seed, jnp.uint32)
 
-    def zeros(self, params: optax.Params) -> tuple[optax.Updates, optax.Updates]:
-        """Return both trees of state before the first step."""
+    def zeros(
+        self, params: optax.Params, *trees: Any, create: Callable[..., jax.Array] | None = None
+    ) -> tuple[optax.Updates, optax.Updates]:
+        """Return both trees of state before the first step.
 
-        def create(dtype: Any, p: Any) -> jax.Array:
-            dtype = widen(jnp.result_type(p)) if dtype is None else dtype
-            zeros = jnp.zeros_like(p, dtype)
-            is_stacked = is_complex(p) and not is_complex(zeros)
-            return jnp.stack([zeros, zeros]) if is_stacked else zeros
+        Args:
+            params: tree of parameters.
+            trees: trees of further arguments of ``create``.
+            create: ``create(parameter, dtype, *arguments)`` returns zeros. The default is :func:`create_zeros`.
+        """
 
-        return map_weights(partial(create, self._mu_dtype), params), map_weights(partial(create, self._dtype), params)
+        def fill(dtype: Any, p: Any, *arguments: Any) -> jax.Array:
+            return (create or create_zeros)(p, dtype or widen(jnp.result_type(p)), *arguments)
+
+        mu, second = (map_weights(partial(fill, dtype), params, *trees) for dtype in (self._mu_dtype, self._dtype))
+        return mu, second
 
     def update(
         self,
@@ -57,6 +63,7 @@ class Storage:
         params: optax.Params | None,
         state: Sequence[Any],
         constants: Sequence[Any] = (),
+        state_shape: Callable[..., tuple[int, ...] | None] = lambda *constants: None,
     ) -> list[optax.Updates]:
         """Apply an update rule to each leaf that has a gradient. Return the directions and the new state.
 
@@ -68,6 +75,8 @@ class Storage:
             params: tree of parameters.
             state: the trees ``mu``, ``second`` and any others.
             constants: trees of further inputs of the rule.
+            state_shape: ``state_shape(*constants)`` returns the shape of a leaf's ``second``, or None if it is that of
+                the parameter.
         """
         tree: Any
         gradients, tree = jax.tree.flatten(updates, is_leaf=is_none)
@@ -82,8 +91,8 @@ class Storage:
                 row = [None, *old]
             else:
                 p = g if p is None else p
-                _check_shapes(updates, index, g, p, old[1])
                 constant = [column[index] for column in constant_columns]
+                _check_shapes(updates, index, g, p, old[1], state_shape(*constant))
                 row = self._update_leaf(rule, step, index, g, p, old, constant)
             for column, entry in zip(results, row):
                 column.append(entry)
@@ -116,18 +125,28 @@ class Storage:
         ]
 
 
-def _check_shapes(updates: optax.Updates, index: int, g: Any, p: Any, second: jax.Array) -> None:
+def create_zeros(p: Any, dtype: Any) -> jax.Array:
+    """Return zeros in the shape of a parameter. Stack the parts of a complex parameter if the dtype is real."""
+    zeros = jnp.zeros_like(p, dtype)
+    is_stacked = is_complex(p) and not is_complex(zeros)
+    return jnp.stack([zeros, zeros]) if is_stacked else zeros
+
+
+def _check_shapes(
+    updates: optax.Updates, index: int, g: Any, p: Any, second: jax.Array, expected: tuple[int, ...] | None
+) -> None:
     """Raise if a gradient would be broadcast. The message names the leaf as :func:`regimes` does."""
-    is_stacked = (is_complex(g) or is_complex(p)) and not is_complex(second)
+    is_stacked = expected is None and (is_complex(g) or is_complex(p)) and not is_complex(second)
     state_shape = second.shape[1:] if is_stacked else second.shape
     shape, weight_shape = jnp.shape(g), jnp.shape(p)
-    if shape == weight_shape == state_shape:
+    if shape == weight_shape and state_shape == (shape if expected is None else expected):
         return
     path, _ = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_none)[index]
     if shape != weight_shape:
         other = f"parameter has shape {weight_shape}. Pass one number per element, as jax.grad returns them."
     else:
-        other = f"state has shape {state_shape}. Pass gradients of the parameters that were passed to init()."
+        blocks = "" if expected is None else f", not that of its blocks, {expected}"
+        other = f"state has shape {state_shape}{blocks}. Pass gradients of the parameters that were passed to init()."
     raise ValueError(f"The gradient of {name_of(path) or 'the parameters'} has shape {shape}, but its {other}")
 
 
