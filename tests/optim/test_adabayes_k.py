@@ -127,7 +127,8 @@ def test_it_is_soap_when_sgd_has_no_say(shape: tuple[int, int], form: dict[str, 
 
 def _shift(factor: Tensor, gradient: Tensor, side: int) -> Tensor:
     """Return the shift of a refresh after a factor has learned from a gradient."""
-    return eigenbasis.SHIFT * (0.99 * factor + 0.01 * eigenbasis.factor(gradient, side)).abs().max()
+    learned: Tensor = 0.99 * factor + 0.01 * eigenbasis.factor(gradient, side)
+    return eigenbasis.SHIFT * learned.abs().max()
 
 
 def test_it_is_sgd_with_averaged_momentum_when_adam_has_no_say(form: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """AdaBayes-K in several processes, over gloo: sharded matrices, shared refreshes, against one process.
 
-All cases of a number of processes are run by one start of torchrun (tests/workers/matrix.py). Where unsharded and sharded
-parameters get the same gradients, they end within 1e-9. tests/optim/test_distributed.py trains networks.
+All cases of a number of processes are run by one start of torchrun (tests/workers/matrix.py). Where unsharded and
+sharded parameters get the same gradients, they end within 1e-9. tests/optim/test_distributed.py trains networks.
 """
 
 from __future__ import annotations

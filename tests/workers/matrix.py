@@ -321,7 +321,7 @@ def split_refreshes_of_odd_matrices(gradients: str = "full") -> None:
             p.grad = q.grad = draw_gradient(gradients, p.shape, t, i, random)
         for optimizer in optimizers:
             optimizer.step()
-    assert_close(*params)
+    assert_close(params[0], params[1])
 
 
 def cases(world: int) -> dict[str, Callable[[], None]]:

@@ -242,15 +242,11 @@ class AdaBayesK(FixedPointOptimizer):
             steps = adabayes_fp_steps(gradient.tensors, *averages, coefficients, step_count, coefficients.fused)
             return Step(Batch(steps, in_place=True))
         stack = self._stack(gradient.params, [b for b in blocks if b])
-        every = interval(step_count, coefficients.refresh)
-        left, right = (due_bases(step_count, every, ranges) for ranges in stack.ranges)
         ranks = self._ranks if isinstance(stack, LocalStack) else Ranks()  # a sharded block has one owner
         G = stack.to_blocks(gradient.tensors)
         if len(G):
             entries = {name: batch.tensors for name, batch in state.items()}
-            stacked = StackedState(entries, stack.owners(G.device))
-            G = adabayes_k_rule(G, stacked.matrices, coefficients, step_count, (left, right), ranks)
-            stacked.copy_back_()
+            G = _step_stack(G, entries, stack, coefficients, step_count, ranks)
         return Step(Batch(stack.from_blocks(G, [x.shape for x in gradient.tensors]), in_place=True))
 
     def coefficients(self, group: Group, lr: Scalar) -> Coefficients:
@@ -372,6 +368,18 @@ class AdaBayesK(FixedPointOptimizer):
         state["exp_avg"] = (1 - beta1) * rotate(mean, bases)
         state["exp_avg_sq"] = (1 - own_beta2) * carry_over(square, bases)
         return state
+
+
+def _step_stack(
+    G: Tensor, entries: Columns, stack: LocalStack | ShardedStack, coefficients: Coefficients, t: int, ranks: Ranks
+) -> Tensor:
+    """Update the state of stacked blocks, given their gradients, and return their step."""
+    every = interval(t, coefficients.refresh)
+    left, right = (due_bases(t, every, ranges) for ranges in stack.ranges)
+    state = StackedState(entries, stack.owners(G.device))
+    step = adabayes_k_rule(G, state.matrices, coefficients, t, (left, right), ranks)
+    state.copy_back_()
+    return step
 
 
 def _is_rotated(subgroup: Group) -> bool:

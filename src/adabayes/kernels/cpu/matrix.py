@@ -27,7 +27,7 @@ class Matrix(NamedTuple):
     blocks: Blocks
     batch_dims: int  # the number of leading dimensions that count matrices
     state: dict[str, Tensor]
-    index: int  # among all of the optimizer's parameters, to select its random bits
+    number: int  # the index among all of the optimizer's parameters, which selects random bits
 
 
 class _Tile(NamedTuple):
@@ -89,7 +89,7 @@ class MatrixLaunch:
             "columns": (0 if order is None else order.data_ptr() for order in self._orders),
             "exp_avgs": (matrix.state["exp_avg"].data_ptr() for matrix in matrices),
             "exp_avg_sqs": (matrix.state["exp_avg_sq"].data_ptr() for matrix in matrices),
-            "indices": (matrix.index for matrix in matrices),
+            "indices": (matrix.number for matrix in matrices),
         }
         self._columns: dict[str, array[Any]] = {name: array("q", column) for name, column in columns.items()}
         self._scratch = torch.empty(0, dtype=self._dtypes[0])

@@ -66,8 +66,9 @@ class StackedState:
     def __init__(self, entries: Mapping[str, Sequence[Tensor]], owners: Sides) -> None:
         self._entries = {name: [x for x in tensors if len(x)] for name, tensors in entries.items()}
         self._stacks = {name: x[0] if len(x) == 1 else torch.cat(x) for name, x in self._entries.items()}
-        sides = [tuple(self._stacks.get(f"{kind}_{side}") for side in (0, 1)) for kind in ("factor", "basis")]
-        self.matrices = MatrixState(self._stacks["exp_avg"], self._stacks["exp_avg_sq"], sides[0], sides[1], owners)
+        factors = self._stacks.get("factor_0"), self._stacks.get("factor_1")
+        bases = self._stacks.get("basis_0"), self._stacks.get("basis_1")
+        self.matrices = MatrixState(self._stacks["exp_avg"], self._stacks["exp_avg_sq"], factors, bases, owners)
 
     def copy_back_(self) -> None:
         """Copy the stack to the entries of each matrix."""
