@@ -79,10 +79,10 @@ def refresh(factor: Array, basis: Array) -> tuple[Array, Array]:
     sorted by their Rayleigh quotients :math:`q^T A q`, largest first, because QR orthogonalises each column against
     those before it. The order maps new columns to old ones: :func:`reorder` applies it.
     """
-    product = _scale(factor) @ basis + SHIFT * basis
-    order = (-(basis * product).sum(-2)).argsort(-1)
+    product = _scale(factor) @ basis
+    order = (-(basis * product).sum(-2)).argsort(-1, stable=True)  # directions without gradients keep their order
     library = namespace(factor)
-    Q, R = library.linalg.qr(reorder(product, order, 1))
+    Q, R = library.linalg.qr(reorder(product + SHIFT * basis, order, 1))
     reversed_columns = library.diagonal(R, 0, -2, -1)[..., None, :] < 0  # LAPACK does not choose the sign of a column
     return library.where(reversed_columns, -Q, Q), order
 
@@ -118,7 +118,7 @@ def least_ratio(beta1: Any, beta2: Any) -> Any:
     0.182
     """
     margin = beta2 - beta1**2
-    return (1 - beta2) * margin * (margin > 0) / ((1 - beta1) ** 2 * (beta2 + (beta2 == 0)))
+    return (1 - beta2) / (1 - beta1) ** 2 * (margin * (margin > 0) / (beta2 + (beta2 == 0)))
 
 
 def _scale(factor: Array) -> Array:

@@ -200,9 +200,9 @@ def _refresh(A: Float64, Q: Float64) -> tuple[Float64, NDArray[np.intp]]:
 
     A small shift keeps the columns in the null space of A in place.
     """
-    AQ = (_scale(A) + 1e-4 * np.eye(len(A))) @ Q
-    order = np.argsort(-np.sum(Q * AQ, axis=0))
-    return np.linalg.qr(AQ[:, order]).Q, order
+    AQ = _scale(A) @ Q
+    order = np.argsort(-np.sum(Q * AQ, axis=0), kind="stable")
+    return np.linalg.qr((AQ + 1e-4 * Q)[:, order]).Q, order
 
 
 def _scale(A: Float64) -> Float64:

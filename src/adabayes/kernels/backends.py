@@ -9,6 +9,7 @@ import torch
 
 from adabayes.kernels.cpu import library
 from adabayes.kernels.cpu.launch import CPULaunch
+from adabayes.kernels.cpu.matrix import MatrixLaunch
 from adabayes.kernels.launch import Launch
 from adabayes.kernels.triton import launch as triton
 
@@ -21,14 +22,15 @@ class Backend(NamedTuple):
     unavailable: Callable[[], str | None]  # returns why the kernels cannot be used, or None
     dtype_pairs: set[tuple[torch.dtype, torch.dtype]]  # supported dtypes of parameter and state
     launch: type[Launch]
+    matrix_launch: type[MatrixLaunch] | None  # of AdaBayes-K; without it, only its element-wise part has a kernel
     by_default: bool  # whether fused=None uses the kernels
     asynchronous: bool  # whether kernels run asynchronously: the host must not wait, and graphs can capture them
 
 
 BACKENDS = {
-    "cpu": Backend(library.unavailable, library.PAIRS, CPULaunch, by_default=True, asynchronous=False),
+    "cpu": Backend(library.unavailable, library.PAIRS, CPULaunch, MatrixLaunch, by_default=True, asynchronous=False),
     "cuda": Backend(
-        triton.unavailable, triton.PAIRS, triton.TritonLaunch, by_default=triton.BY_DEFAULT, asynchronous=True
+        triton.unavailable, triton.PAIRS, triton.TritonLaunch, None, by_default=triton.BY_DEFAULT, asynchronous=True
     ),
 }
 

@@ -11,9 +11,10 @@ from torch.nn import Parameter
 
 from adabayes._blocks.blocks import Blocks
 from adabayes._util.tensors import as_float, has_gaps
+from adabayes.kernels.backends import BACKENDS
 from adabayes.kernels.coefficients import ADABAYES_FP, StepOptions, derive_matrix_coefficients
 from adabayes.kernels.cpu import library
-from adabayes.kernels.cpu.matrix import LARGEST_SIDE, Matrix, MatrixLaunch
+from adabayes.kernels.cpu.matrix import LARGEST_SIDE, Matrix
 from adabayes.kernels.plan import StatePlan
 
 __all__ = ["MatrixPlan", "explain_unfit_matrix"]
@@ -36,7 +37,9 @@ class MatrixPlan(StatePlan):
         kinds: dict[Any, list[int]] = {}
         for i, matrix in enumerate(matrices):
             kinds.setdefault((matrix.param.dtype, matrix.state["exp_avg"].dtype), []).append(i)
-        self._launches = [(chosen, MatrixLaunch([matrices[i] for i in chosen])) for chosen in kinds.values()]
+        launch = BACKENDS[matrices[0].param.device.type].matrix_launch
+        assert launch is not None
+        self._launches = [(chosen, launch([matrices[i] for i in chosen])) for chosen in kinds.values()]
         self._counters = [library.StepCounter([state["step"]]) for state in states]
 
     def _launch(self, grads: list[Tensor], addresses: list[int], coefficients: Any, options: StepOptions) -> None:
@@ -65,8 +68,8 @@ def explain_unfit_matrix(p: Tensor, state: dict[str, Tensor], blocks: Blocks) ->
     """Return why the kernel cannot serve a matrix with its state, or None if it can."""
     name = f"a parameter of shape {tuple(p.shape)}"
     average = state["exp_avg"].dtype
-    if not p.is_cpu:
-        return f"{name} is on {p.device}, and the kernel of AdaBayes-K is for CPUs."
+    if BACKENDS[p.device.type].matrix_launch is None:
+        return f"AdaBayes-K has no kernel for {p.device}."
     if type(p) not in (Tensor, Parameter) or any(type(t) is not Tensor for t in state.values()):
         return f"{name} or its state is not a plain tensor."
     if (p.dtype, average) not in {

@@ -268,9 +268,13 @@ class AdaBayesK(FixedPointOptimizer):
         """Return how the blocks of these parameters are stacked: here, or at their owners if they are sharded."""
         return self._appointed_owners(params[0]).stack(params, blocks) if is_sharded(params[0]) else LocalStack(blocks)
 
+    # Steps are not compiled: refreshes depend on the step count, and on a CPU, kernels are faster than compiled code
+
+    @_disable_dynamo
     def _subgroups(self, group: Group) -> list[Group]:
         return self._subgroups_of(group)
 
+    @_disable_dynamo
     def _step_fused(self, group: Group) -> bool:
         if not _is_rotated(group):
             return super()._step_fused(group)
@@ -284,7 +288,7 @@ class AdaBayesK(FixedPointOptimizer):
         check_averages(self.state, group)
         return [{**group, "params": params} for params in split_by_kind(group)]
 
-    @_disable_dynamo  # refreshes depend on the step count
+    @_disable_dynamo
     def _step_group(self, group: Group) -> None:
         with torch._C._DisableAutocast():  # matrix products keep the precision of the state
             super()._step_group(group)
@@ -307,6 +311,10 @@ class AdaBayesK(FixedPointOptimizer):
         return list(map(local, params)), shards, {name: list(map(local, x)) for name, x in entries.items()}
 
     # State
+
+    def _step_device(self, p: Tensor, group: Group) -> torch.device:
+        """Return the CPU: the program decides by the step count which bases are refreshed."""
+        return torch.device("cpu")
 
     def _entries(self, group: Group, p: Tensor) -> dict[str, Entry]:
         return entries_of(blocks_of(p, group))

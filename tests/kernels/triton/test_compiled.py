@@ -15,6 +15,7 @@ from torch import nn
 
 from adabayes import AdaBayes, AdaBayesFP, AdaBayesK
 from adabayes.bench import gpu
+from adabayes.kernels.backends import BACKENDS
 from adabayes.kernels.check import compiled
 from adabayes.kernels.check.compiled import Variant
 from adabayes.kernels.coefficients import RULES
@@ -187,8 +188,11 @@ def test_compiled_code_skips_steps_of_a_scaler(
     assert_same(*results)
 
 
-def test_matrices_use_the_kernel_for_element_wise_operations(emulated: Callable[..., Emulated]) -> None:
+def test_matrices_use_the_kernel_for_element_wise_operations(
+    emulated: Callable[..., Emulated], monkeypatch: pytest.MonkeyPatch
+) -> None:
     emulator = emulated("sm_90")
+    monkeypatch.setitem(BACKENDS, "cpu", BACKENDS["cpu"]._replace(matrix_launch=None))
     results = []
     for uses_emulator in (False, True):
         params = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in [(20, 30)] * 2 + [(7,)]]

@@ -307,8 +307,8 @@ static const REAL *refresh_basis(const basis *q, REAL *const *scratch, int64_t *
     multiply(size, size, size, old, 1, row, scaled, row, 0, 1, products, row); /* row i is A q_i */
     transpose(sorted, old, size, size, row);
     for (int64_t i = 0; i < size; i++) {
-        subtract_multiple(products + i * row, (REAL)-SHIFT, sorted + i * row, row);
         quotients[i] = dot(products + i * row, sorted + i * row, row);
+        subtract_multiple(products + i * row, (REAL)-SHIFT, sorted + i * row, row);
     }
     sort_order(order, quotients, size);
     memset(sorted + size * row, 0, (size_t)((row - size) * row) * sizeof(REAL));
