@@ -80,8 +80,8 @@ def refresh(factor: Array, basis: Array) -> tuple[Array, Array]:
     those before it. The order maps new columns to old ones: :func:`reorder` applies it.
     """
     product = _scale(factor) @ basis
-    order = (-(basis * product).sum(-2)).argsort(-1, stable=True)  # directions without gradients keep their order
     library = namespace(factor)
+    order = library.argsort(-(basis * product).sum(-2), stable=True)  # directions without gradients keep their order
     Q, R = library.linalg.qr(reorder(product + SHIFT * basis, order, 1))
     reversed_columns = library.diagonal(R, 0, -2, -1)[..., None, :] < 0  # LAPACK does not choose the sign of a column
     return library.where(reversed_columns, -Q, Q), order
