@@ -232,6 +232,8 @@ def test_workloads_have_the_sizes_of_the_networks() -> None:
         "one50m": 50_000_000,
         "gpt2": 124_439_808,
         "transformer": 842_496,
+        "resnet20": 269_722,
+        "vit-s": 10_646_784,
     }
 
 
