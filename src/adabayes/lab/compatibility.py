@@ -28,7 +28,7 @@ def fields_to_hash(spec: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a run's specification that its identity is the hash of.
 
     Version 0.1 did not have the fields of ``_NEW_SPEC_FIELDS``. They count only if they differ from their defaults, so
-    that runs of version 0.1 keep their folders. For the same reason, a ``matrix_scale`` of 1 does not count.
+    that runs of version 0.1 keep their folders. A ``matrix_scale`` of 1 does not count, so that runs of version 0.2 do.
     """
     defaults = _NEW_SPEC_FIELDS.items()
     settings = _without_scale_of_1(spec["optimizer_class"], spec["settings"])
@@ -37,44 +37,44 @@ def fields_to_hash(spec: dict[str, Any]) -> dict[str, Any]:
 
 # The scale of AdaBayes-K's matrices
 #
-# Version 0.2 had no ``matrix_scale``: it moved matrices as far as vectors. So in specifications and records, AdaBayes-K
-# without this setting has a scale of 1, and later versions name every other scale. A protocol that a user writes is
-# different: there, a missing setting has the optimizer's default, for AdaBayes-K as for any other optimizer.
+# Version 0.2 had no ``matrix_scale``: it moved matrices as far as vectors. So in specifications and records, a missing
+# ``matrix_scale`` means 1, and later versions store every other value. In a protocol that a user writes, it means the
+# optimizer's default, as any missing setting does.
 
 
 def settings_to_store(optimizer_class: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings in a protocol's file as specifications hold them: with the scale, unless it is 1."""
+    """Convert the settings of a protocol to those of a specification: add a default scale, and leave out one of 1."""
     if not _is_adabayes_k(optimizer_class):
         return settings
     return _without_scale_of_1(optimizer_class, {"matrix_scale": MATRIX_SCALE, **settings})
 
 
 def complete_settings(optimizer_class: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a specification with the scale, also if it is 1."""
+    """Add the scale of 1 that a specification does not store."""
     return {"matrix_scale": 1.0, **settings} if _is_adabayes_k(optimizer_class) else settings
 
 
 def is_tuned_file(text: bytes) -> bool:
-    """Tell whether ``adabayes tune`` wrote this protocol, by its first line, which is that of all versions."""
+    """Tell whether ``adabayes tune`` wrote this protocol, by the first line, which is the same in all versions."""
     return text.startswith(b"# Written by adabayes tune")
 
 
 def complete_tuned(entry: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's entry, as merged with the protocol that its file extends, with the scale it was tuned for.
+    """Add the scale for which ``adabayes tune`` of version 0.2 tuned an optimizer, which was 1.
 
-    Later versions write the scale into files of ``adabayes tune``. In a file of version 0.2, it was 1.
+    Later versions write the scale into their file.
 
     Args:
-        entry: the merged entry.
-        written: what the file of ``adabayes tune`` has of it.
+        entry: the optimizer's entry in the file, merged with that of the protocol that the file extends.
+        written: the entry in the file alone.
     """
     was_tuned_for_1 = _is_adabayes_k(entry.get("class", "")) and "matrix_scale" not in written
     return {**entry, "matrix_scale": 1.0} if was_tuned_for_1 else entry
 
 
 def _without_scale_of_1(optimizer_class: str, settings: dict[str, Any]) -> dict[str, Any]:
-    is_default = _is_adabayes_k(optimizer_class) and settings.get("matrix_scale") == 1
-    return {name: value for name, value in settings.items() if not (is_default and name == "matrix_scale")}
+    is_redundant = _is_adabayes_k(optimizer_class) and settings.get("matrix_scale") == 1
+    return {name: value for name, value in settings.items() if not (is_redundant and name == "matrix_scale")}
 
 
 def _is_adabayes_k(optimizer_class: str) -> bool:

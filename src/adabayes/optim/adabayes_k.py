@@ -114,16 +114,16 @@ class AdaBayesK(FixedPointOptimizer):
         M_t &= \beta_1 M_{t-1} + (1 - \beta_1) G', \qquad V_t = \beta_2 V_{t-1} + (1 - \beta_2) G'^2 \\
         U' &= \frac{M_t / (1 - \beta_1^t)}{\epsilon/2 + \sqrt{\epsilon^2/4 + V_t / (1 - \beta_2^t)}}, \qquad
             \epsilon = \text{lr} / \text{lr_sgd} \\
-        W_t &= (1 - \text{lr} \lambda) W_{t-1} - \text{lr}\, Q_A U' Q_C^T \\
+        W_t &= (1 - \text{lr} \lambda) W_{t-1} - s\, \text{lr}\, Q_A U' Q_C^T \\
         A_t &= \beta_2 A_{t-1} + (1 - \beta_2) G_t G_t^T, \qquad C_t = \beta_2 C_{t-1} + (1 - \beta_2) G_t^T G_t
         \end{aligned}
 
-    :math:`A` and :math:`C` learn every ``learn_every`` steps, alternating, with :math:`\beta_2` to that power. Every
-    ``refresh`` steps, :math:`Q_A \leftarrow \text{qr}(A Q_A)`, and :math:`Q_C` likewise; :math:`M` is rotated into the
-    new bases, and :math:`V` is reordered. Different matrices are refreshed at different steps. In the beginning,
-    :math:`A` and :math:`C` average few gradients, so both intervals are shorter: an eighth of the steps so far, rounded
-    down to a power of two. After a refresh, :math:`V` is raised to the least value that is possible with the new
-    :math:`M` (:func:`adabayes.eigenbasis.least_ratio`), except with ``centred``.
+    :math:`s` is ``matrix_scale``. :math:`A` and :math:`C` learn every ``learn_every`` steps, alternating, with
+    :math:`\beta_2` to that power. Every ``refresh`` steps, :math:`Q_A \leftarrow \text{qr}(A Q_A)`, and :math:`Q_C`
+    likewise; :math:`M` is rotated into the new bases, and :math:`V` is reordered. The blocks of a matrix are refreshed
+    at different steps. In the beginning, :math:`A` and :math:`C` average few gradients, so both intervals are shorter:
+    an eighth of the steps so far, rounded down to a power of two. After a refresh, :math:`V` is raised to the least
+    value that is possible with the new :math:`M` (:func:`adabayes.eigenbasis.least_ratio`), except with ``centred``.
 
     The limit of an infinite ``lr_sgd`` is the full-matrix root-mean-square normaliser: SOAP, if ``cautious`` is False,
     ``learn_every`` is 1, and :math:`V` stays above its lower bound. The limit of an infinite ``lr`` is SGD. In
@@ -164,7 +164,8 @@ class AdaBayesK(FixedPointOptimizer):
         batch_size: needed with ``reduction="sum"``; otherwise it cancels.
         maximize: ascend instead of descending.
         foreach: work on all blocks of one size at once. None: whenever that is possible.
-        fused: use a kernel for element-wise operations. None: on the CPU, if it was built.
+        fused: use a kernel: on the CPU for the whole step, on a GPU for element-wise operations. None: on the CPU, if
+            it was built.
         state_dtype: ``torch.bfloat16`` halves the two averages, with stochastic rounding; factors and bases stay fp32.
         stochastic_rounding: round bf16 parameters stochastically, so that small steps are not lost.
         seed: seed of the rounding.
