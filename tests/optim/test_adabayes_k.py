@@ -442,10 +442,10 @@ def test_schedule_follows_the_shapes_of_replaced_parameters(resume_at: int) -> N
         assert torch.equal(a, b)
 
 
-def test_data_of_another_shape_is_refused_before_anything_changes() -> None:
+def test_data_of_another_shape_is_refused_before_anything_changes(form: dict[str, Any]) -> None:
     """A vector's state does not fit a matrix, and the error says so."""
     w, v = torch.ones(4), torch.ones(3, 3)
-    optimizer = AdaBayesK([v, w], weight_decay=0.1)
+    optimizer = AdaBayesK([v, w], weight_decay=0.1, **form)
     for p in (w, v):
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -453,7 +453,7 @@ def test_data_of_another_shape_is_refused_before_anything_changes() -> None:
     w.data = torch.ones(4, 4)
     w.grad = torch.ones(4, 4)
     before = v.clone()
-    with pytest.raises(RuntimeError, match=r"parameter of shape \(4, 4\) have shape \(4,\), but must have"):
+    with pytest.raises(RuntimeError, match=r"parameter of shape \(4, 4\) has"):
         optimizer.step()
     assert torch.equal(v, before)
     assert optimizer.state[v]["step"] == 1

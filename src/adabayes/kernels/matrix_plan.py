@@ -17,17 +17,17 @@ from adabayes.kernels.cpu import library
 from adabayes.kernels.cpu.matrix import LARGEST_SIDE, Matrix
 from adabayes.kernels.plan import StatePlan
 
-__all__ = ["MatrixPlan", "explain_unfit_matrix"]
+__all__ = ["MatrixPlan", "kernel_can_serve"]
 
-Initialize = Callable[[Matrix, Tensor], None]  # computes the first factors and bases from the first gradient
+Initialize = Callable[[Matrix, Tensor, float], None]
 
 
 class MatrixPlan(StatePlan):
     """Matrices of a parameter group, and the launches that step them.
 
     Args:
-        matrices: the matrices, which :func:`explain_unfit_matrix` has not refused.
-        initialize: computes the first factors and bases of a matrix from its first gradient.
+        matrices: the matrices, which the kernel can serve.
+        initialize: computes the first factors and bases of a matrix from its first gradient and ``beta2``.
     """
 
     def __init__(self, matrices: Sequence[Matrix], initialize: Initialize) -> None:
@@ -48,7 +48,7 @@ class MatrixPlan(StatePlan):
         counts = [int(counter.count()[0]) for counter in self._counters]
         for matrix, gradient, t in zip(self._matrices, grads, counts):
             if t == 1:
-                self._initialize(matrix, gradient * as_float(options.unscale))
+                self._initialize(matrix, gradient * as_float(options.unscale), coefficients.beta2)
         rows = {t: row for row, t in enumerate(dict.fromkeys(counts))}
         table = [_coefficients(coefficients, t, options) for t in rows]
         for chosen, launch in self._launches:
@@ -64,22 +64,18 @@ def _coefficients(coefficients: Any, t: int, options: StepOptions) -> list[float
     return [*map(float, derive_matrix_coefficients(coefficients, t, options)), *ordered]
 
 
-def explain_unfit_matrix(p: Tensor, state: dict[str, Tensor], blocks: Blocks) -> str | None:
-    """Return why the kernel cannot serve a matrix with its state, or None if it can."""
-    name = f"a parameter of shape {tuple(p.shape)}"
+def kernel_can_serve(p: Tensor, state: dict[str, Tensor], blocks: Blocks) -> bool:
+    """Tell whether the kernel of AdaBayes-K can serve a matrix, whose state has the shapes that its blocks need."""
+    backend = BACKENDS.get(p.device.type)
+    if backend is None or backend.matrix_launch is None or max(blocks.sizes) > LARGEST_SIDE or has_gaps(p):
+        return False
+    if type(p) not in (Tensor, Parameter) or p.dtype not in (torch.float32, torch.float64):
+        return False
     average = state["exp_avg"].dtype
-    if BACKENDS[p.device.type].matrix_launch is None:
-        return f"AdaBayes-K has no kernel for {p.device}."
-    if type(p) not in (Tensor, Parameter) or any(type(t) is not Tensor for t in state.values()):
-        return f"{name} or its state is not a plain tensor."
-    if (p.dtype, average) not in {
-        (torch.float32, torch.float32),
-        (torch.float32, torch.bfloat16),
-        (torch.float64, torch.float64),
-    }:
-        return f"AdaBayes-K has no kernel for parameters of {p.dtype} with state of {average}."
-    if has_gaps(p) or not all(t.is_contiguous() for t in state.values()):
-        return f"{name} has gaps in memory, or its state is not contiguous."
-    if max(blocks.sizes) > LARGEST_SIDE:
-        return f"{name} has blocks with sides up to {max(blocks.sizes)}; the kernel rotates sides up to {LARGEST_SIDE}."
-    return None
+    if average != p.dtype and (p.dtype, average) != (torch.float32, torch.bfloat16):
+        return False
+    dtypes = {"exp_avg": (average,), "exp_avg_sq": (average,), "step": (torch.float32, torch.float64)}
+    return all(
+        type(x) is Tensor and x.is_cpu and x.is_contiguous() and x.dtype in dtypes.get(name, (p.dtype,))
+        for name, x in state.items()
+    )

@@ -83,6 +83,10 @@ class StatePlan:
             and self._guard.check(*params, *entries)
         )
 
+    def is_current(self, state: Mapping[Tensor, State]) -> bool:
+        """Tell whether the plan's own parameters and their state are still where they were."""
+        return self.is_valid(self._params, state)
+
     def _present_entries(self) -> list[Tensor]:
         return list(chain.from_iterable(map(self._entries_of, self._states)))
 
@@ -156,7 +160,7 @@ def compute_step(
     backend = backend_for(like.device, fused)
     if backend is None:
         return None
-    if (like.dtype, like.dtype) not in backend.dtype_pairs or not all(_is_plain(x, like.device) for x in states):
+    if (like.dtype, like.dtype) not in backend.dtype_pairs or not all(_is_plain(x, like) for x in states):
         return None
     for state in states:
         check_memory("state", state)
@@ -223,8 +227,9 @@ def _states_of(params: Sequence[Tensor], state: Mapping[Tensor, State]) -> Itera
     return map(state.get, params)
 
 
-def _is_plain(t: Tensor, device: torch.device) -> bool:
-    return type(t) is Tensor and t.device == device and t.is_contiguous() and not _is_lazy(t)
+def _is_plain(t: Tensor, like: Tensor) -> bool:
+    is_like = type(t) is Tensor and t.device == like.device and t.dtype == like.dtype
+    return is_like and t.is_contiguous() and not _is_lazy(t)
 
 
 def _have_same_layout(a: Tensor, b: Tensor) -> bool:

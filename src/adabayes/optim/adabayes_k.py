@@ -26,8 +26,8 @@ from adabayes.optim._matrix.fused import FusedMatrixSteps
 from adabayes.optim._matrix.layout import (
     Subgroups,
     blocks_of,
-    check_averages,
     check_integers,
+    check_state,
     entries_of,
     split_by_kind,
 )
@@ -222,7 +222,7 @@ class AdaBayesK(FixedPointOptimizer):
     ) -> None:
         defaults = settings_of(locals(), exclude=("process_group",))
         self._owners = Owners()
-        self._subgroups_of = Subgroups()
+        self._subgroups_of = Subgroups(self._forget_plans)
         self._fused_matrices = FusedMatrixSteps()
         self.share_refreshes(process_group)
         super().__init__(params, defaults)
@@ -275,18 +275,21 @@ class AdaBayesK(FixedPointOptimizer):
     def _subgroups(self, group: Group) -> list[Group]:
         return self._subgroups_of(group)
 
+    def _forget_plans(self) -> None:
+        self._fused.forget_plans()
+        self._fused_matrices.forget_plans()
+
     @_disable_dynamo
     def _step_fused(self, group: Group) -> bool:
         if not _is_rotated(group):
             return super()._step_fused(group)
         if self._ranks.communicates:
             return False
-        check_averages(self.state, group)
         with torch._C._DisableAutocast():  # for the first bases
             return self._fused_matrices.step(self, group)
 
     def _split(self, group: Group, coefficients: Coefficients) -> list[Group]:
-        check_averages(self.state, group)
+        check_state(self.state, group)
         return [{**group, "params": params} for params in split_by_kind(group)]
 
     @_disable_dynamo
@@ -334,7 +337,7 @@ class AdaBayesK(FixedPointOptimizer):
         if "_owners" not in self.__dict__:  # in a copy, but not when a state dict is loaded
             self._owners = Owners()
             self.share_refreshes(None)
-        self._subgroups_of = Subgroups()
+        self._subgroups_of = Subgroups(self._forget_plans)
         self._fused_matrices = FusedMatrixSteps()
         super().__setstate__(state)
 

@@ -1,7 +1,7 @@
 /* A step of AdaBayes-K for one block.
  *
- * Matrices in scratch memory have rows of `padded(size)` elements, of which those past `size` are zero, and as many rows.
- * So products need no code for the rest of a row or column. */
+ * Matrices in scratch memory have padded(rows) rows of padded(columns) elements. The padding is zero, so `multiply` needs no
+ * code for remainders. */
 
 #define LANES ((int64_t)(VECTOR_BYTES / sizeof(REAL)))
 #define STRIP (2 * LANES) /* columns of a product that are computed at a time */
@@ -21,6 +21,7 @@
 #define move_weights NAMED(move_weights)
 #define apply_fixed_point NAMED(apply_fixed_point)
 #define learn_factor NAMED(learn_factor)
+#define swap NAMED(swap)
 #define step_tile NAMED(step_tile)
 #define orthonormalize NAMED(orthonormalize)
 #define sort_order NAMED(sort_order)
@@ -125,11 +126,11 @@ static void prefetch(const REAL *from, const tile *s) {
 
 /* Copies a tile of the gradient into scratch memory. */
 static void load_gradient(REAL *restrict to, const matrices *x, const tile *s, REAL unscale) {
-    const int64_t row = padded(s->n), *columns = x->columns[s->tensor];
+    const int64_t row = padded(s->n), *offsets = x->column_offsets[s->param];
     for (int64_t i = 0; i < s->height; i++) {
-        const REAL *from = (const REAL *)x->grads[s->tensor] + s->offset + i * s->stride;
-        if (columns)
-            for (int64_t j = 0; j < s->width; j++) to[i * row + j] = limit(from[columns[s->column + j]] * unscale);
+        const REAL *from = (const REAL *)x->grads[s->param] + s->offset + i * s->stride;
+        if (offsets)
+            for (int64_t j = 0; j < s->width; j++) to[i * row + j] = limit(from[offsets[s->column + j]] * unscale);
         else
             for (int64_t j = 0; j < s->width; j++) to[i * row + j] = limit(from[s->column + j] * unscale);
         memset(to + i * row + s->width, 0, (size_t)(row - s->width) * sizeof(REAL));
@@ -151,7 +152,7 @@ static void load_state(REAL *to, const void *state, const tile *s, int state_typ
     }
 }
 
-/* Copies a tile of an average back. bf16 is rounded stochastically, with 16 bits of the random ones. */
+/* Copies a tile of an average back. bf16 is rounded stochastically, with 16 of the 32 random bits, from bit `shift` on. */
 static void store_state(void *state, const REAL *from, const tile *s, int state_type, uint32_t key, int shift) {
     const int64_t row = padded(s->n);
     for (int64_t i = 0; i < s->m; i++) {
@@ -170,13 +171,13 @@ static void store_state(void *state, const REAL *from, const tile *s, int state_
 
 /* Moves the weights of a tile. */
 static void move_weights(const matrices *x, const tile *s, const REAL *step, REAL shrink) {
-    const int64_t row = padded(s->n), *columns = x->columns[s->tensor];
+    const int64_t row = padded(s->n), *offsets = x->column_offsets[s->param];
     for (int64_t i = 0; i < s->height; i++) {
-        REAL *restrict p = (REAL *)x->params[s->tensor] + s->offset + i * s->stride;
+        REAL *restrict p = (REAL *)x->params[s->param] + s->offset + i * s->stride;
         const REAL *restrict u = step + i * row;
-        if (columns)
+        if (offsets)
             for (int64_t j = 0; j < s->width; j++) {
-                REAL *to = p + columns[s->column + j];
+                REAL *to = p + offsets[s->column + j];
                 *to = *to * shrink - u[j];
             }
         else
@@ -195,8 +196,8 @@ static void apply_fixed_point(const matrices *x, const tile *s, const double *co
     update *apply = fixed_point_update(x->state_type);
     for (int64_t i = 0; i < calls; i++) {
         const int64_t at = s->state_offset + i * s->state_stride;
-        apply(coefficients, step + i * row, gradient + i * row, (char *)x->exp_avgs[s->tensor] + at * bytes,
-              (char *)x->exp_avg_sqs[s->tensor] + at * bytes, (uint32_t)at, (int32_t)count, 1, 0, key);
+        apply(coefficients, step + i * row, gradient + i * row, (char *)x->exp_avgs[s->param] + at * bytes,
+              (char *)x->exp_avg_sqs[s->param] + at * bytes, (uint32_t)at, (int32_t)count, 1, 0, key);
     }
 }
 
@@ -216,35 +217,48 @@ static void learn_factor(const basis *q, const tile *s, const REAL *G, REAL weig
         for (int64_t j = 0; j < size; j++) factor[i * size + j] += product[i * stride + j];
 }
 
+static void swap(REAL **a, REAL **b) {
+    REAL *before = *a;
+    *a = *b;
+    *b = before;
+}
+
 /* Rotates the gradient of a tile, applies AdaBayes-FP, rotates back and moves the weights; then the factors learn. */
 static void step_tile(const matrices *x, const tile *s, const matrix_coefficients *c, REAL *const *scratch, uint32_t key) {
     const int64_t m = s->m, n = s->n, row = padded(n);
     const basis *left = s->left < 0 ? 0 : x->bases + s->left, *right = s->right < 0 ? 0 : x->bases + s->right;
-    REAL *G = scratch[0], *now = G, *results[2] = {scratch[1], scratch[2]};
-    int latest = 0;
-#define NEXT results[latest ^= 1]
-#define SET_NOW now = results[latest]
-    if (s + 1 < x->tiles + x->num_tiles) prefetch((const REAL *)x->grads[s[1].tensor], s + 1);
+    REAL *G = scratch[0], *now = scratch[1], *other = scratch[2];
+    if (s + 1 < x->tiles + x->num_tiles) prefetch((const REAL *)x->grads[s[1].param], s + 1);
     load_gradient(G, x, s, (REAL)c->unscale);
-    prefetch((const REAL *)x->params[s->tensor], s);
+    prefetch((const REAL *)x->params[s->param], s);
 
     const REAL *Q_A = left ? as_padded(left->basis, m, scratch[3]) : 0;
     const REAL *Q_C = right ? as_padded(right->basis, n, scratch[4]) : 0;
-    if (left) multiply(m, n, m, Q_A, 1, padded(m), now, row, 0, 1, NEXT, row), SET_NOW; /* Q_A^T G */
-    if (right) multiply(m, n, n, now, row, 1, Q_C, row, 0, 1, NEXT, row), SET_NOW;      /* Q_A^T G Q_C */
-    apply_fixed_point(x, s, c->fixed_point, now, NEXT, key), SET_NOW;                   /* U' */
-    if (left) multiply(m, n, m, Q_A, padded(m), 1, now, row, 0, 1, NEXT, row), SET_NOW; /* Q_A U' */
-    if (right) {
+    const REAL *rotated = G;
+    if (left) { /* Q_A^T G */
+        multiply(m, n, m, Q_A, 1, padded(m), rotated, row, 0, 1, now, row);
+        rotated = now;
+    }
+    if (right) { /* Q_A^T G Q_C */
+        multiply(m, n, n, rotated, row, 1, Q_C, row, 0, 1, other, row);
+        swap(&now, &other);
+    }
+    apply_fixed_point(x, s, c->fixed_point, now, other, key); /* U' */
+    swap(&now, &other);
+    if (left) { /* Q_A U' */
+        multiply(m, n, m, Q_A, padded(m), 1, now, row, 0, 1, other, row);
+        swap(&now, &other);
+    }
+    if (right) { /* Q_A U' Q_C^T */
         transpose(scratch[5], Q_C, n, n, row);
-        multiply(m, n, n, now, row, 1, scratch[5], row, 0, 1, NEXT, row), SET_NOW; /* Q_A U' Q_C^T */
+        multiply(m, n, n, now, row, 1, scratch[5], row, 0, 1, other, row);
+        swap(&now, &other);
     }
     move_weights(x, s, now, (REAL)c->shrink);
 
     const REAL weight = (REAL)(1 - c->factor_decay);
-    if (left && c->learns[0] != 0) learn_factor(left, s, G, weight, NEXT, scratch[5]);
-    if (right && c->learns[1] != 0) learn_factor(right, s, G, weight, NEXT, scratch[5]);
-#undef NEXT
-#undef SET_NOW
+    if (left && c->learns[0] != 0) learn_factor(left, s, G, weight, other, scratch[5]);
+    if (right && c->learns[1] != 0) learn_factor(right, s, G, weight, other, scratch[5]);
 }
 
 /* Refreshes */
@@ -325,64 +339,64 @@ static void carry_over(const matrices *x, const tile *s, int side, const REAL *r
                        REAL *const *scratch, uint32_t key) {
     const int64_t m = s->m, n = s->n, row = padded(n);
     REAL *old = scratch[0], *new = scratch[1];
-    load_state(old, x->exp_avgs[s->tensor], s, x->state_type);
+    load_state(old, x->exp_avgs[s->param], s, x->state_type);
     if (side == 0) multiply(m, n, m, rotation, 1, padded(m), old, row, 0, 1, new, row);
     else multiply(m, n, n, old, row, 1, rotation, row, 0, 1, new, row);
-    store_state(x->exp_avgs[s->tensor], new, s, x->state_type, key, side ? 0 : 16);
-    load_state(old, x->exp_avg_sqs[s->tensor], s, x->state_type);
+    store_state(x->exp_avgs[s->param], new, s, x->state_type, key, side ? 0 : 16);
+    load_state(old, x->exp_avg_sqs[s->param], s, x->state_type);
     for (int64_t i = 0; i < m; i++)
         for (int64_t j = 0; j < n; j++) new[i * row + j] = side ? old[i * row + order[j]] : old[order[i] * row + j];
-    store_state(x->exp_avg_sqs[s->tensor], new, s, x->state_type, 0, 0); /* values of bf16 stay: the key does not matter */
+    store_state(x->exp_avg_sqs[s->param], new, s, x->state_type, 0, 0); /* V is only reordered, so rounding changes nothing */
 }
 
 /* Raises the averaged squares of a tile to the least that is possible with its average. */
 static void raise_squares(const matrices *x, const tile *s, REAL ratio, REAL *const *scratch, uint32_t key) {
     const int64_t row = padded(s->n);
     REAL *M = scratch[0], *V = scratch[1];
-    load_state(M, x->exp_avgs[s->tensor], s, x->state_type);
-    load_state(V, x->exp_avg_sqs[s->tensor], s, x->state_type);
+    load_state(M, x->exp_avgs[s->param], s, x->state_type);
+    load_state(V, x->exp_avg_sqs[s->param], s, x->state_type);
     for (int64_t i = 0; i < s->m * row; i++) {
         const REAL least = ratio * M[i] * M[i];
         V[i] = V[i] < least ? least : V[i];
     }
-    store_state(x->exp_avg_sqs[s->tensor], V, s, x->state_type, ~key, 0);
+    store_state(x->exp_avg_sqs[s->param], V, s, x->state_type, ~key, 0);
 }
 
 /* Steps all tiles of a cluster, then refreshes the bases that are due. */
 static void step_cluster(void *data, int64_t index, int worker) {
     const matrices *x = data;
-    const cluster *group = x->clusters + index;
-    const tile *tiles = x->tiles + group->first_tile;
-    const basis *bases = x->bases + group->first_basis;
-    const int64_t tensor = tiles->tensor, buffer = x->largest * x->largest;
-    const matrix_coefficients *c = (const void *)(x->coefficients + x->rows[tensor] * x->width);
-    const uint32_t key = key_of(x->seed, x->indices[tensor], c->t);
+    const cluster *own = x->clusters + index;
+    const tile *tiles = x->tiles + own->first_tile;
+    const basis *bases = x->bases + own->first_basis;
+    const int64_t param = tiles->param, buffer = x->largest * x->largest;
+    const matrix_coefficients *c = (const void *)(x->coefficients + x->rows[param] * x->width);
+    const uint32_t key = key_of(x->seed, x->indices[param], c->t);
     REAL *scratch[BUFFERS];
     for (int i = 0; i < BUFFERS; i++) scratch[i] = (REAL *)x->scratch + (worker * BUFFERS + i) * buffer;
 
-    for (int64_t i = 0; i < group->num_bases; i++) {
+    for (int64_t i = 0; i < own->num_bases; i++) {
         REAL *factor = bases[i].factor;
         if (c->learns[bases[i].side] != 0)
             for (int64_t k = 0; k < bases[i].size * bases[i].size; k++) factor[k] *= (REAL)c->factor_decay;
     }
-    for (int64_t i = 0; i < group->num_tiles; i++) step_tile(x, tiles + i, c, scratch, key);
+    for (int64_t i = 0; i < own->num_tiles; i++) step_tile(x, tiles + i, c, scratch, key);
 
     if (c->refresh_every == 0) return;
     const int64_t t = (int64_t)c->t, every = (int64_t)c->refresh_every;
     int refreshed = 0;
-    for (int64_t i = 0; i < group->num_bases; i++) {
+    for (int64_t i = 0; i < own->num_bases; i++) {
         int64_t order[MAX_SIDE];
-        if ((t - bases[i].number) % every != 0) continue;
+        if ((t - bases[i].index) % every != 0) continue;
         const REAL *rotation = refresh_basis(bases + i, scratch, order);
-        for (int64_t k = 0; k < group->num_tiles; k++) {
+        for (int64_t k = 0; k < own->num_tiles; k++) {
             const tile *s = tiles + k;
-            if ((bases[i].side ? s->right : s->left) == group->first_basis + i)
+            if ((bases[i].side ? s->right : s->left) == own->first_basis + i)
                 carry_over(x, s, (int)bases[i].side, rotation, order, scratch, key);
         }
         refreshed = 1;
     }
     if (refreshed && c->least_ratio > 0)
-        for (int64_t k = 0; k < group->num_tiles; k++) raise_squares(x, tiles + k, (REAL)c->least_ratio, scratch, key);
+        for (int64_t k = 0; k < own->num_tiles; k++) raise_squares(x, tiles + k, (REAL)c->least_ratio, scratch, key);
 }
 
 #undef LANES
@@ -403,6 +417,7 @@ static void step_cluster(void *data, int64_t index, int worker) {
 #undef move_weights
 #undef apply_fixed_point
 #undef learn_factor
+#undef swap
 #undef step_tile
 #undef orthonormalize
 #undef sort_order

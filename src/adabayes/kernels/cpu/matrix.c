@@ -1,8 +1,8 @@
 /* A step of AdaBayes-K for many blocks at once, on the CPU: adabayes_k_rule, from optim/adabayes_k.py.
  *
  * Matrix products of blocks that stay in the cache are two to three times as fast here as through a BLAS library, and one
- * call serves all blocks of all parameters. One thread processes a block from beginning to end, so results do not depend
- * on the number of threads. They do depend on the instruction set, which decides how sums are grouped.
+ * call serves all blocks of all parameters. One thread processes a block from beginning to end, so the kernel's results do
+ * not depend on the number of threads. They do depend on the instruction set, which decides how sums are grouped.
  */
 #include "matrix.h"
 
@@ -54,7 +54,9 @@ typedef void step_cluster(void *data, int64_t index, int worker);
 
 EXPORT int adabayes_k_step(const matrices *x) {
     int is_double = x->param_type == F64;
-    if (x->largest > MAX_SIDE || is_double != (x->state_type == F64) || x->param_type > F64) return 1;
+    if (x->param_type != F32 && x->param_type != F64) return 1;
+    if (x->state_type != x->param_type && (is_double || x->state_type != BF16)) return 1;
+    if (x->largest > MAX_SIDE) return 1;
     step_cluster *step = is_double ? step_cluster_f64_plain : step_cluster_f32_plain;
 #if defined(HAS_LEVELS)
     if (__builtin_cpu_supports("x86-64-v4")) step = is_double ? step_cluster_f64_v4 : step_cluster_f32_v4;

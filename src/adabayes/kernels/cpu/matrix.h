@@ -4,7 +4,7 @@
 /* A rectangle of a block that is processed at a time: the block itself, or, if one of its sides is long and not rotated, a
  * part of it. */
 typedef struct {
-    int64_t tensor;        /* index of the parameter */
+    int64_t param;         /* index of the parameter */
     int64_t offset;        /* of the first row in the parameter */
     int64_t stride;        /* elements from one row to the next in the parameter */
     int64_t column;        /* index of the first column in the matrix */
@@ -19,12 +19,12 @@ typedef struct {
 typedef struct {
     int64_t side;   /* 0: left, 1: right */
     int64_t size;
-    int64_t number; /* its bases are refreshed when t - number is a multiple of refresh_every */
+    int64_t index;  /* among the bases of this side: refreshed when t - index is a multiple of refresh_every */
     void *factor;   /* A or C */
     void *basis;    /* Q_A or Q_C */
 } basis;
 
-/* Tiles and the bases that they share. One thread processes them, so that results do not depend on the number of threads. */
+/* Tiles and the bases that they share. One thread processes them, so results do not depend on the number of threads. */
 typedef struct {
     int64_t first_tile, num_tiles;
     int64_t first_basis, num_bases;
@@ -49,7 +49,7 @@ typedef struct {
     const basis *bases;
     void *const *params;
     const void *const *grads;  /* with the layout of the parameter */
-    const int64_t *const *columns; /* where each column is in a row of the parameter; 0 if they are in order */
+    const int64_t *const *column_offsets; /* of each column within a row of the parameter; 0 if consecutive */
     void *const *exp_avgs;     /* M, in the eigenbasis: a stack of blocks */
     void *const *exp_avg_sqs;  /* V, likewise */
     const int64_t *indices;    /* of each parameter among all of the optimizer's, for the random generator */

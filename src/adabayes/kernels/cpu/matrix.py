@@ -27,13 +27,13 @@ class Matrix(NamedTuple):
     blocks: Blocks
     batch_dims: int  # the number of leading dimensions that count matrices
     state: dict[str, Tensor]
-    number: int  # the index among all of the optimizer's parameters, which selects random bits
+    param_index: int  # among all of the optimizer's parameters; it selects random bits
 
 
 class _Tile(NamedTuple):
     """The struct ``tile`` of matrix.h, which explains its fields."""
 
-    tensor: int
+    param: int
     offset: int
     stride: int
     column: int
@@ -52,7 +52,7 @@ class _Basis(NamedTuple):
 
     side: int
     size: int
-    number: int
+    index: int  # type: ignore[assignment]  # hides a method of tuples
     factor: int
     basis: int
 
@@ -62,7 +62,7 @@ class _Matrices(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_clusters", "num_tiles")),
-        *((name, ctypes.c_void_p) for name in ("clusters", "tiles", "bases", "params", "grads", "columns")),
+        *((name, ctypes.c_void_p) for name in ("clusters", "tiles", "bases", "params", "grads", "column_offsets")),
         *((name, ctypes.c_void_p) for name in ("exp_avgs", "exp_avg_sqs", "indices", "rows", "coefficients")),
         ("width", ctypes.c_int64),
         ("scratch", ctypes.c_void_p),
@@ -80,18 +80,18 @@ class MatrixLaunch:
         self._counts = {"num_clusters": len(clusters), "num_tiles": len(tiles)}
         sides = chain.from_iterable((tile.m, tile.n) for tile in tiles)
         self._largest = -(-max(sides) // 32) * 32
-        self._orders = [_column_order(matrix) for matrix in matrices]
-        columns = {
+        self._offsets = [_column_offsets(matrix) for matrix in matrices]
+        arrays = {
             "clusters": chain.from_iterable(clusters),
             "tiles": chain.from_iterable(tiles),
             "bases": chain.from_iterable(bases),
             "params": (matrix.param.data_ptr() for matrix in matrices),
-            "columns": (0 if order is None else order.data_ptr() for order in self._orders),
+            "column_offsets": (0 if offsets is None else offsets.data_ptr() for offsets in self._offsets),
             "exp_avgs": (matrix.state["exp_avg"].data_ptr() for matrix in matrices),
             "exp_avg_sqs": (matrix.state["exp_avg_sq"].data_ptr() for matrix in matrices),
-            "indices": (matrix.number for matrix in matrices),
+            "indices": (matrix.param_index for matrix in matrices),
         }
-        self._columns: dict[str, array[Any]] = {name: array("q", column) for name, column in columns.items()}
+        self._arrays: dict[str, array[Any]] = {name: array("q", values) for name, values in arrays.items()}
         self._scratch = torch.empty(0, dtype=self._dtypes[0])
 
     def take_step(
@@ -109,13 +109,13 @@ class MatrixLaunch:
         needed = threads * library.num_matrix_buffers() * self._largest**2
         if self._scratch.numel() < needed:
             self._scratch = self._scratch.new_empty(needed)
-        columns = {
-            **self._columns,
+        arrays = {
+            **self._arrays,
             "grads": array("q", grads),
             "rows": array("q", rows),
             "coefficients": array("d", chain.from_iterable(coefficients)),
         }
-        pointers = {name: column.buffer_info()[0] for name, column in columns.items()}
+        pointers = {name: values.buffer_info()[0] for name, values in arrays.items()}
         param_type, state_type = (library.DTYPES[dtype] for dtype in self._dtypes)
         matrices = _Matrices(
             **self._counts,
@@ -132,15 +132,12 @@ class MatrixLaunch:
 
 
 def _tables(matrices: Sequence[Matrix]) -> tuple[list[tuple[int, int, int, int]], list[_Tile], list[_Basis]]:
-    """Return the clusters, the tiles and the bases of all matrices, with the largest clusters first."""
-    found: list[tuple[list[_Tile], list[_Basis]]] = []
-    for tensor, matrix in enumerate(matrices):
-        found += _clusters(tensor, matrix)
-    found.sort(key=lambda cluster: -len(cluster[0]))
+    """Return the clusters, the tiles and the bases of all matrices, with the costliest clusters first."""
+    unsorted = [cluster for param, matrix in enumerate(matrices) for cluster in _clusters(param, matrix)]
     clusters: list[tuple[int, int, int, int]] = []
     tiles: list[_Tile] = []
     bases: list[_Basis] = []
-    for own_tiles, own_bases in found:
+    for own_tiles, own_bases in sorted(unsorted, key=_cost, reverse=True):
         clusters.append((len(tiles), len(own_tiles), len(bases), len(own_bases)))
         shift = len(bases)
         tiles += [
@@ -151,34 +148,39 @@ def _tables(matrices: Sequence[Matrix]) -> tuple[list[tuple[int, int, int, int]]
     return clusters, tiles, bases
 
 
-def _clusters(tensor: int, matrix: Matrix) -> Iterator[tuple[list[_Tile], list[_Basis]]]:
+def _cost(cluster: tuple[list[_Tile], list[_Basis]]) -> int:
+    """Return the relative cost of the rotations of a cluster."""
+    return sum(t.m * t.n * (t.m * (t.left >= 0) + t.n * (t.right >= 0)) for t in cluster[0])
+
+
+def _clusters(param: int, matrix: Matrix) -> Iterator[tuple[list[_Tile], list[_Basis]]]:
     """Yield the tiles and the bases of each block, or of all blocks that share bases."""
     blocks = matrix.blocks
     together = blocks.rows * blocks.columns if blocks.shared else 1
+    p, batch_dims = matrix.param, matrix.batch_dims
+    offsets = _positions(p.shape[:batch_dims], p.stride()[:batch_dims]).tolist()  # of the matrices of a stack
     for first in range(0, blocks.num_blocks, together):
-        positions: dict[tuple[int, int], int] = {}  # of each side and number, in the list of bases
+        positions: dict[tuple[int, int], int] = {}  # in the list of bases, by side and index
         tiles: list[_Tile] = []
         for block in range(first, first + together):
             keys = [(side, blocks.basis_of(block, side)) for side in blocks.sides]
             by_side = {key[0]: positions.setdefault(key, len(positions)) for key in keys}
-            tiles += _tiles(tensor, matrix, block, by_side.get(0, -1), by_side.get(1, -1))
-        yield tiles, [_basis(matrix, side, number) for side, number in positions]
+            offset = offsets[block // (blocks.rows * blocks.columns)]
+            tiles += _tiles(param, matrix, block, offset, by_side.get(0, -1), by_side.get(1, -1))
+        yield tiles, [_basis(matrix, side, index) for side, index in positions]
 
 
-def _tiles(tensor: int, matrix: Matrix, block: int, left: int, right: int) -> Iterator[_Tile]:
+def _tiles(param: int, matrix: Matrix, block: int, offset: int, left: int, right: int) -> Iterator[_Tile]:
     """Yield the tiles of a block: the block itself, unless it has a long side that is not rotated."""
-    p, blocks, batch_dims = matrix.param, matrix.blocks, matrix.batch_dims
+    blocks, stride = matrix.blocks, matrix.param.stride(matrix.batch_dims)
     _, height, width, m, n, *_ = blocks
-    number, index = divmod(block, blocks.rows * blocks.columns)
-    row, column = divmod(index, blocks.columns)
-    first = int(_positions(p.shape[:batch_dims], p.stride()[:batch_dims])[number])
-    stride = p.stride(batch_dims)
+    row, column = divmod(block % (blocks.rows * blocks.columns), blocks.columns)
     tall, wide = (size if side in blocks.sides else min(size, _LONGEST_TILE) for side, size in enumerate((m, n)))
     for i in range(0, m, tall):
         for j in range(0, n, wide):
             yield _Tile(
-                tensor=tensor,
-                offset=first + (row * m + i) * stride,
+                param=param,
+                offset=offset + (row * m + i) * stride,
                 stride=stride,
                 column=column * n + j,
                 height=max(0, min(tall, m - i, height - row * m - i)),
@@ -192,14 +194,14 @@ def _tiles(tensor: int, matrix: Matrix, block: int, left: int, right: int) -> It
             )
 
 
-def _column_order(matrix: Matrix) -> Tensor | None:
-    """Return where each column is in a row of a parameter, or None if they are in order.
+def _column_offsets(matrix: Matrix) -> Tensor | None:
+    """Return the offset of each column within a row of a parameter, or None if columns are consecutive.
 
     The channels of a convolution come first or last, depending on its memory format.
     """
     p, batch_dims = matrix.param, matrix.batch_dims
-    order = _positions(p.shape[batch_dims + 1 :], p.stride()[batch_dims + 1 :])
-    return None if torch.equal(order, torch.arange(len(order))) else order
+    offsets = _positions(p.shape[batch_dims + 1 :], p.stride()[batch_dims + 1 :])
+    return None if torch.equal(offsets, torch.arange(len(offsets))) else offsets
 
 
 def _positions(shape: Sequence[int], strides: Sequence[int]) -> Tensor:
@@ -210,8 +212,8 @@ def _positions(shape: Sequence[int], strides: Sequence[int]) -> Tensor:
     return positions
 
 
-def _basis(matrix: Matrix, side: int, number: int) -> _Basis:
+def _basis(matrix: Matrix, side: int, index: int) -> _Basis:
     factor, basis = matrix.state[f"factor_{side}"], matrix.state[f"basis_{side}"]
     size = basis.shape[-1]
-    offset = number * size * size * basis.itemsize
-    return _Basis(side, size, number, factor.data_ptr() + offset, basis.data_ptr() + offset)
+    offset = index * size * size * basis.itemsize
+    return _Basis(side, size, index, factor.data_ptr() + offset, basis.data_ptr() + offset)

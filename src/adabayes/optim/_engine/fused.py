@@ -23,17 +23,23 @@ if TYPE_CHECKING:
 
 __all__ = ["FusedSteps"]
 
+_MAX_PLANS = 4  # of a group: different parameters may have gradients at different steps
+
 
 class FusedSteps:
     """The fused steps of one optimizer, if its rule has kernels."""
 
     def __init__(self, rule: Rule | None) -> None:
         self._rule = rule
-        self._plans: dict[int, StatePlan] = {}  # by the id of the group
+        self._plans: dict[int, list[StatePlan]] = {}  # by the id of the group; for different sets of its parameters
 
     def __bool__(self) -> bool:
         """Tell whether the last steps were fused."""
         return bool(self._plans)
+
+    def forget_plans(self) -> None:
+        """Forget all plans, because groups have changed."""
+        self._plans.clear()
 
     def check(self, group: Group) -> None:
         """Raise if a group demands a kernel together with something that no kernel supports."""
@@ -89,13 +95,17 @@ class FusedSteps:
 
     def _plan(self, optimizer: EngineOptimizer, group: Group, params: list[Tensor]) -> StatePlan | None:
         """Return a valid plan for these parameters, or None if kernels cannot serve all of them."""
-        plan = self._plans.get(id(group))
-        if plan is None or not plan.is_valid(params, optimizer.state):
+        plans = self._plans.get(id(group), [])
+        for plan in plans:
+            if plan.is_valid(params, optimizer.state):
+                return plan
+        new = self._new_plan(optimizer, group, params)
+        if new is None:
             self._plans.pop(id(group), None)
-            plan = self._new_plan(optimizer, group, params)
-            if plan is not None:
-                self._plans[id(group)] = plan
-        return plan
+        else:
+            others = [plan for plan in plans if plan.is_current(optimizer.state)]  # the rest would keep memory alive
+            self._plans[id(group)] = [new, *others][:_MAX_PLANS]
+        return new
 
     @_disable_dynamo  # beyond its recompilation limit, the compiler traces functions that a step calls
     def _new_plan(self, optimizer: EngineOptimizer, group: Group, params: list[Tensor]) -> StatePlan | None:

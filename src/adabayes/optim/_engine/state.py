@@ -204,6 +204,14 @@ class StatefulOptimizer(Optimizer):
 
     def _check_loadable(self, state_dict: dict[str, Any]) -> None:
         """Raise if the state lacks an entry, or does not fit its parameter."""
+        saved_sizes, sizes = (
+            [len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        if saved_sizes != sizes:
+            raise ValueError(
+                f"this state dict has groups of {saved_sizes} parameters, but the optimizer has groups of {sizes}: "
+                "make it with the groups of the optimizer that was saved. Nothing was changed."
+            )
         for saved, group in zip(state_dict["param_groups"], self.param_groups):
             settings = {**saved, **compatibility.missing_settings(saved, self.defaults)}
             for i, p, saved_shape in zip(saved["params"], group["params"], _param_shapes(saved)):

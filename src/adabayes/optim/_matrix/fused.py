@@ -10,11 +10,11 @@ from torch._compile import _disable_dynamo
 from adabayes.eigenbasis import limit
 from adabayes.kernels.coefficients import ADABAYES_FP
 from adabayes.kernels.cpu.matrix import Matrix
-from adabayes.kernels.matrix_plan import MatrixPlan, explain_unfit_matrix
+from adabayes.kernels.matrix_plan import MatrixPlan, kernel_can_serve
 from adabayes.kernels.plan import StatePlan, explain_unsupported
 from adabayes.optim._engine.fused import FusedSteps
 from adabayes.optim._engine.state import Group
-from adabayes.optim._matrix.layout import blocks_of
+from adabayes.optim._matrix.layout import blocks_of, check_state
 from adabayes.optim._matrix.refresh import initialize_bases_
 from adabayes.optim._matrix.replicated import Ranks
 from adabayes.optim._matrix.stack import LocalStack, StackedState
@@ -37,16 +37,16 @@ class FusedMatrixSteps(FusedSteps):
             raise RuntimeError(f"{reasons[0]} Leave `fused` out to use foreach.")
         if len(set(map(id, params))) < len(params):  # a parameter that occurs twice takes two steps
             return None
-        optimizer._init_group(group, [], [], [])
+        optimizer._init_group(group, [], [], [], *([] for _ in optimizer._entries(group, params[0])))
+        check_state(optimizer.state, group)
         matrices = []
         for p, index in zip(params, optimizer.indices(params)):
             blocks, state = blocks_of(p, group), optimizer.state[p]
             assert blocks is not None
-            if explain_unfit_matrix(p, state, blocks):
+            if not kernel_can_serve(p, state, blocks):
                 return None
             matrices.append(Matrix(p, blocks, group["batch_dims"], state, index))
-        beta2 = group["betas"][1]
-        return MatrixPlan(matrices, lambda matrix, gradient: _initialize_bases(matrix, gradient, beta2))
+        return MatrixPlan(matrices, _initialize_bases)
 
 
 def _initialize_bases(matrix: Matrix, gradient: Tensor, beta2: float) -> None:

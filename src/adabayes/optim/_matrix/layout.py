@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,9 +11,10 @@ from torch import Tensor
 from adabayes._blocks.blocks import Blocks, cut
 from adabayes._util.checks import check_integer
 from adabayes._util.tensors import real_shape
+from adabayes.kernels.cpu.matrix import LARGEST_SIDE
 from adabayes.optim._engine.state import Entry, Group
 
-__all__ = ["Subgroups", "blocks_of", "check_averages", "check_integers", "entries_of", "split_by_kind"]
+__all__ = ["Subgroups", "blocks_of", "check_integers", "check_state", "entries_of", "split_by_kind"]
 
 _INTEGERS = {"learn_every": 1, "refresh": 1, "max_size": 1, "batch_dims": 0}  # settings, and their least values
 
@@ -24,22 +25,34 @@ def blocks_of(p: Tensor, group: Group) -> Blocks | None:
 
 
 class Subgroups:
-    """Splits parameter groups into vectors and matrices, and remembers the result until they change."""
+    """Splits parameter groups into parameters of one kind, and remembers the result until they change.
 
-    def __init__(self) -> None:
+    Vectors are one kind. Matrices with small blocks are another one for each dtype, so that matrices without a kernel
+    do not keep the others from theirs.
+
+    Args:
+        on_change: called when a group is split again, because its parameters or settings have changed.
+    """
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
         self._known: dict[int, tuple[Any, Group, list[Group]]] = {}  # by the id of the group
 
     def __call__(self, group: Group) -> list[Group]:
-        """Return a group of the parameters that are not rotated and one of those that are, if there are any."""
+        """Return the groups that a parameter group is split into. All of their parameters are rotated, or none."""
         settings = {name: value for name, value in group.items() if name != "params"}
         chosen = {name: settings[name] for name in (*_INTEGERS, "block_size", "share_bases")}
-        key = [*map(id, group["params"])], [p.shape for p in group["params"]], chosen
+        key = [*map(id, group["params"])], [(p.shape, p.dtype) for p in group["params"]], chosen
         known, integers, subgroups = self._known.get(id(group), (None, {}, []))
         if known != key:
+            self._on_change()
             integers = check_integers(group)
-            is_rotated = [blocks_of(p, {**group, **integers}) is not None for p in group["params"]]
-            kinds = [[p for p, kind in zip(group["params"], is_rotated) if kind == wanted] for wanted in (False, True)]
-            subgroups = [{"params": params} for params in kinds if params]
+            kinds: dict[Any, list[Tensor]] = {}
+            for p in group["params"]:
+                blocks = blocks_of(p, {**group, **integers})
+                kind = blocks and (max(blocks.sizes) <= LARGEST_SIDE, p.dtype)
+                kinds.setdefault(kind, []).append(p)
+            subgroups = [{"params": params} for params in kinds.values()]
             self._known[id(group)] = key, integers, subgroups
         for subgroup in subgroups:
             subgroup.update(settings | integers)
@@ -81,7 +94,8 @@ def split_by_kind(group: Group) -> list[list[Tensor]]:
     seen: set[int] = set()
     for p in group["params"]:
         blocks = blocks_of(p, group)
-        kind: Any = blocks and (blocks.m, blocks.n, blocks.sides), getattr(p, "device_mesh", None)
+        size = None if blocks is None else (blocks.m, blocks.n, blocks.sides)
+        kind: Any = size, getattr(p, "device_mesh", None)
         if id(p) in seen:  # a parameter that occurs twice takes two steps, one after the other
             kind = len(kinds)
         kinds.setdefault(kind, []).append(p)
@@ -89,15 +103,15 @@ def split_by_kind(group: Group) -> list[list[Tensor]]:
     return list(kinds.values())
 
 
-def check_averages(state: Mapping[Tensor, Mapping[str, Tensor]], group: Group) -> None:
-    """Raise if the averages of a parameter do not have the shape that its blocks need."""
+def check_state(state: Mapping[Tensor, Mapping[str, Tensor]], group: Group) -> None:
+    """Raise if an entry of state does not have the shape that the blocks of its parameter need."""
     for p in group["params"]:
-        if "exp_avg" in (entries := state.get(p, {})):
-            blocks = blocks_of(p, group)
-            shape, wanted = tuple(entries["exp_avg"].shape), real_shape(p) if blocks is None else blocks.shape
-            if shape != wanted:
+        needed = {name: entry.shape_for(p) for name, entry in entries_of(blocks_of(p, group)).items()}
+        for name, value in state.get(p, {}).items():
+            is_ours = name in needed or name.startswith(("factor_", "basis_"))
+            if is_ours and tuple(value.shape) != needed.get(name):
                 raise RuntimeError(
-                    f"the averages of a parameter of shape {tuple(p.shape)} have shape {shape}, but must have shape "
-                    f"{wanted}. Its shape, block_size, max_size and batch_dims cannot change once there is state: set "
-                    "them back, or make a new optimizer."
+                    f"the state of a parameter of shape {tuple(p.shape)} has {name} of shape {tuple(value.shape)}, but "
+                    f"needs {needed.get(name, 'no such entry')}. Its shape, block_size, max_size, batch_dims and "
+                    "share_bases cannot change once there is state: set them back, or make a new optimizer."
                 )
