@@ -1,4 +1,4 @@
-"""The kernel of AdaBayes-K works on a block in one thread, from beginning to end."""
+"""AdaBayes-K's fused steps give the same bits for every number of threads: one thread works on a block."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def restore_threads() -> Iterator[None]:
 
 
 def train(threads: int, **settings: Any) -> list[torch.Tensor]:
-    """Take 30 steps, the first of which has one thread: its eigenvectors are LAPACK's."""
+    """Return the weights after 30 steps."""
+    torch.set_num_threads(threads)
     random = torch.Generator().manual_seed(0)
     params = [torch.randn(shape, generator=random) for shape in ((256, 384), (130, 77), (64, 32, 3, 3), (10,))]
     optimizer = AdaBayesK(params, lr=1e-2, fused=True, **settings)
-    for step in range(30):
-        torch.set_num_threads(threads if step else 1)
+    for _ in range(30):
         for p in params:
             p.grad = torch.randn(p.shape, generator=random)
         optimizer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
@@ -50,7 +51,15 @@ class FusedMatrixSteps(FusedSteps):
 
 
 def _initialize_bases(matrix: Matrix, gradient: Tensor, beta2: float) -> None:
-    """Compute the first factors and bases of a matrix from its first gradient."""
+    """Compute the first factors and bases of a matrix from its first gradient.
+
+    One thread computes them, as in the kernel, so that all steps are the same for every number of threads.
+    """
     stack = LocalStack([matrix.blocks])
     state = StackedState({name: [x] for name, x in matrix.state.items() if x.dim()}, stack.owners(gradient.device))
-    initialize_bases_(state.matrices, limit(stack.to_blocks([gradient])), beta2, Ranks())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        initialize_bases_(state.matrices, limit(stack.to_blocks([gradient])), beta2, Ranks())
+    finally:
+        torch.set_num_threads(threads)
