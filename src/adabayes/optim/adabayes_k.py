@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from adabayes._blocks.blocks import Blocks, to_blocks
+from adabayes._blocks.blocks import Blocks, cut, to_blocks
 from adabayes._blocks.schedule import due_bases, interval
 from adabayes._util.averages import bias_correction
 from adabayes._util.checks import check_range
-from adabayes._util.tensors import Scalar, as_float, full, local, real_view
+from adabayes._util.tensors import Scalar, as_float, full, local, real_shape, real_view
 from adabayes.eigenbasis import carry_over, eigenvectors, factor, limit, rotate
 from adabayes.kernels.coefficients import ADABAYES_FP
 from adabayes.optim._engine.batch import Batch, Step
@@ -29,6 +29,7 @@ from adabayes.optim._matrix.layout import (
     check_integers,
     check_state,
     entries_of,
+    layout_of,
     split_by_kind,
 )
 from adabayes.optim._matrix.refresh import MatrixState, initialize_bases_, learn_factors_, refresh_bases_
@@ -83,7 +84,7 @@ def adabayes_k_rule(
 
 
 class Coefficients(NamedTuple):
-    """The scalars of one step, and the layout of all parameters."""
+    """The settings of one step."""
 
     lr: Scalar  # for matrices, including matrix_scale
     beta1: float
@@ -94,7 +95,7 @@ class Coefficients(NamedTuple):
     learn_every: int
     refresh: int
     fused: bool | None
-    blocks: Mapping[Tensor, Blocks | None]
+    layout: tuple[int | tuple[int, int], int, int, bool]  # how parameters are cut into blocks
 
 
 class AdaBayesK(FixedPointOptimizer):
@@ -237,7 +238,7 @@ class AdaBayesK(FixedPointOptimizer):
 
     def direction(self, gradient: Batch, state: dict[str, Batch], coefficients: Coefficients, t: Scalar) -> Step:
         step_count = int(as_float(t))
-        blocks = [coefficients.blocks[p] for p in gradient.params]
+        blocks = [cut(real_shape(p), *coefficients.layout) for p in gradient.params]
         if blocks[0] is None:  # not rotated
             averages = state["exp_avg"].tensors, state["exp_avg_sq"].tensors
             steps = adabayes_fp_steps(gradient.tensors, *averages, coefficients, step_count, coefficients.fused)
@@ -262,7 +263,7 @@ class AdaBayesK(FixedPointOptimizer):
             learn_every=group["learn_every"],
             refresh=group["refresh"],
             fused=group["fused"],
-            blocks={p: blocks_of(p, group) for p in group["params"]},
+            layout=layout_of(group),
         )
 
     def _stack(self, params: Sequence[Tensor], blocks: Sequence[Blocks]) -> LocalStack | ShardedStack:

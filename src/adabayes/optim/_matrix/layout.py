@@ -14,14 +14,19 @@ from adabayes._util.tensors import real_shape
 from adabayes.kernels.cpu.matrix import LARGEST_SIDE
 from adabayes.optim._engine.state import Entry, Group
 
-__all__ = ["Subgroups", "blocks_of", "check_integers", "check_state", "entries_of", "split_by_kind"]
+__all__ = ["Subgroups", "blocks_of", "check_integers", "check_state", "entries_of", "layout_of", "split_by_kind"]
 
 _INTEGERS = {"learn_every": 1, "refresh": 1, "max_size": 1, "batch_dims": 0}  # settings, and their least values
 
 
 def blocks_of(p: Tensor, group: Group) -> Blocks | None:
     """Return the blocks of a parameter, or None if it is not rotated."""
-    return cut(real_shape(p), group["block_size"], group["max_size"], group["batch_dims"], group["share_bases"])
+    return cut(real_shape(p), *layout_of(group))
+
+
+def layout_of(group: Group) -> tuple[int | tuple[int, int], int, int, bool]:
+    """Return the settings that, with the shape of a parameter, decide how it is cut into blocks."""
+    return group["block_size"], group["max_size"], group["batch_dims"], group["share_bases"]
 
 
 class Subgroups:
