@@ -69,7 +69,7 @@ class Settings:
                 if name not in choices:
                     raise ValueError(f"unknown {kind} {name!r}; there are {', '.join(map(repr, choices))}")
         threads = torch.get_num_threads() if threads is None else threads
-        repeats = (20 if matrix else 10 if quick else 30) if repeats is None else repeats
+        repeats = (40 if matrix else 10 if quick else 30) if repeats is None else repeats
         if threads < 1 or repeats < 1:
             raise ValueError(f"threads {threads} and repeats {repeats} must be at least 1")
         return cls(

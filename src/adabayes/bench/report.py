@@ -45,18 +45,22 @@ class Report:
         return json.dumps(asdict(self), indent=1)
 
     def table(self) -> str:
-        header = ("optimizer", "ms", "quartiles", "x AdamW", "B/weight", "GB/s", "of roof")
+        rivals = [name for name in self.settings.optimizers[1:] if self.settings.matrix and "AdaBayes" not in name]
+        header = ("optimizer", "ms", "quartiles", "x AdamW", *(f"x {name.split('.')[-1]}" for name in rivals))
+        header += ("B/weight", "GB/s", "of roof")
         library = f"{self.settings.backend} {self.machine[self.settings.backend]}"
         threads = "1 thread" if self.settings.threads == 1 else f"{self.settings.threads} threads"
         lines = textwrap.wrap(f"{self.machine['processor']}, {library}, {threads}", 80)
         for workload in self.settings.workloads:
             rows = [row for row in self.rows if row.workload == workload]
+            times = {row.optimizer: row.milliseconds for row in rows}
             cells = [header] + [
                 (
                     row.optimizer,
                     _short(row.milliseconds),
                     f"{_short(row.low)}-{_short(row.high)}",
                     f"{row.ratio:.2f}",
+                    *(f"{times[name] / row.milliseconds:.2f}" for name in rivals),
                     f"{row.state_bytes:.0f}",
                     f"{row.gigabytes_per_second:.1f}",
                     "" if row.of_roof is None else f"{row.of_roof:.0%}",

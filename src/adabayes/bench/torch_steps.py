@@ -7,6 +7,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ __all__ = ["BASELINE", "matrix_optimizers", "optimizers", "roof", "state_bytes",
 Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 BASELINE = "AdamW fused"
+EARLY = "AdaBayes-K, steps 2 to 41"
 
 
 def optimizers() -> dict[str, Maker]:
@@ -56,17 +58,18 @@ def optimizers() -> dict[str, Maker]:
 
 
 def matrix_optimizers() -> dict[str, Maker]:
-    """Return the optimizers that work on whole matrices, all with the same settings; others' if installed."""
+    """Return the optimizers that work on matrices, all with the same settings; others' if installed."""
     makers: dict[str, Maker] = {
         BASELINE: optimizers()[BASELINE],
         "AdaBayes-K": lambda p: AdaBayesK(p, weight_decay=0.01),
-        "AdaBayes-K, whole": lambda p: AdaBayesK(p, weight_decay=0.01, block_size=2048, max_size=2048),
-        "AdaBayes-K bf16": lambda p: AdaBayesK(p, weight_decay=0.01, state_dtype=torch.bfloat16),
+        EARLY: lambda p: AdaBayesK(p, weight_decay=0.01),
     }
     if hasattr(torch.optim, "Muon"):
         makers["Muon"] = MuonAdamW
     if importlib.util.find_spec("pytorch_optimizer"):
         makers["pytorch_optimizer.SOAP"] = _soap
+    makers["AdaBayes-K, shared bases"] = lambda p: AdaBayesK(p, weight_decay=0.01, share_bases=True)
+    makers["AdaBayes-K bf16"] = lambda p: AdaBayesK(p, weight_decay=0.01, state_dtype=torch.bfloat16)
     return makers
 
 
@@ -90,7 +93,10 @@ def steps(workload: Workload, names: Sequence[str]) -> dict[str, Step]:
             optimizer.state_dict()
         if isinstance(optimizer, AdaBayesK):
             take()
-            skip_beginning(optimizer)
+            if name == EARLY:
+                take = _early_step_of(optimizer)
+            else:
+                skip_beginning(optimizer)
         made[name] = Step(take, partial(state_bytes, optimizer))
     return made
 
@@ -99,6 +105,19 @@ def skip_beginning(optimizer: AdaBayesK) -> None:
     """Count the steps of an optimizer as if it were past those in which bases are refreshed more often."""
     for state in optimizer.state.values():
         state["step"].fill_(16 * optimizer.defaults["refresh"])
+
+
+def _early_step_of(optimizer: AdaBayesK) -> Callable[[], None]:
+    """Return a function that takes the steps 2 to 41, over and over."""
+    counts = [state["step"] for state in optimizer.state.values()]
+    before = cycle(range(1, 41))
+
+    def step() -> None:
+        torch._foreach_zero_(counts)
+        torch._foreach_add_(counts, next(before))
+        optimizer.step()
+
+    return step
 
 
 def roof(weights: int) -> Callable[[], None] | None:

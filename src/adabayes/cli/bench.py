@@ -34,7 +34,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         help="a name from the table; may be repeated; fused AdamW is always included",
     )
     parser.add_argument(
-        "--repeats", type=int, help="timed steps of each optimizer (default: 30; 10 with --quick, 20 with --matrix)"
+        "--repeats", type=int, help="timed steps of each optimizer (default: 30; 10 with --quick, 40 with --matrix)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios to FILE (needs matplotlib)")
