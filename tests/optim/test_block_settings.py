@@ -1,13 +1,17 @@
-"""Settings of blocks: shared bases from AdamW's state."""
+"""Settings of blocks, in every form in which they are given: shared bases from AdamW's state, pairs as lists."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from adabayes import AdaBayesK
+from adabayes.diagnostics import Correlations, matrix_memory_plan
+from adabayes.optim.param_groups import param_groups
 
 SHAPE = (16, 24)
 
@@ -65,3 +69,57 @@ def test_sharing_the_bases_of_a_single_block_changes_nothing() -> None:
     separate, q = migrated()
     for name, value in separate.state[q].items():
         torch.testing.assert_close(shared.state[p][name], value)
+
+
+# Pairs as lists, as files of settings have them
+
+
+def test_a_state_dict_whose_block_size_is_a_list_loads_and_continues() -> None:
+    p, q = parameter(), parameter()
+    optimizer, other = AdaBayesK([p], block_size=(4, 8)), AdaBayesK([q], block_size=(4, 8))
+    train(optimizer, p)
+    train(other, q)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    state_dict["param_groups"][0]["block_size"] = [4, 8]
+    optimizer.load_state_dict(state_dict)
+    assert optimizer.param_groups[0]["block_size"] == (4, 8)
+    assert state_dict["param_groups"][0]["block_size"] == [4, 8]  # the caller's dict is not changed
+    train(optimizer, p)
+    train(other, q)
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("in_group", [True, False])
+def test_a_block_size_given_as_a_list_is_a_pair(in_group: bool) -> None:
+    p = parameter()
+    group: dict[str, Any] = {"params": [p]}
+    optimizer = AdaBayesK([group | {"block_size": [4, 8]}]) if in_group else AdaBayesK([group], block_size=[4, 8])  # type: ignore[arg-type]
+    assert optimizer.param_groups[0]["block_size"] == (4, 8)
+    train(optimizer, p)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.effective_lr(p).shape == (12, 4, 8)
+    rates = optimizer.current_rates(optimizer.param_groups[0], p)
+    assert rates[0] == pytest.approx(4 * optimizer.param_groups[0]["lr"])
+
+
+def test_param_groups_accept_a_list_and_refuse_three_sizes() -> None:
+    model = nn.MultiheadAttention(embed_dim=64, num_heads=4)
+    assert param_groups(model, block_size=[32, 16])[0]["block_size"] == (32, 16)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Invalid block_size"):
+        param_groups(model, block_size=(32, 16, 8))  # type: ignore[arg-type]
+
+
+def test_memory_plans_accept_a_list_and_refuse_three_sizes() -> None:
+    plan = matrix_memory_plan([SHAPE], block_size=[4, 8])  # type: ignore[arg-type]
+    assert plan == matrix_memory_plan([SHAPE], block_size=(4, 8))
+    with pytest.raises(ValueError, match="Invalid block_size"):
+        matrix_memory_plan([SHAPE], block_size=(4, 8, 2))  # type: ignore[arg-type]
+
+
+def test_correlations_accept_a_list_and_refuse_three_sizes() -> None:
+    model = nn.Linear(8, 8)
+    correlations = Correlations(model, block_size=[4, 8])  # type: ignore[arg-type]
+    model(torch.ones(1, 8)).sum().backward()
+    correlations.see()
+    with pytest.raises(ValueError, match="Invalid block_size"):
+        Correlations(model, block_size=(4, 8, 2))  # type: ignore[arg-type]

@@ -338,6 +338,14 @@ class AdaBayesK(FixedPointOptimizer):
         self._fused_matrices = FusedMatrixSteps()
         super().__setstate__(state)
 
+    def _complete_group(self, group: Group) -> None:
+        super()._complete_group(group)
+        group.update(check_integers({**self.defaults, **group}))
+
+    def _complete_loaded(self, group: Group) -> Group:
+        group = super()._complete_loaded(group)
+        return {**group, **check_integers(group)}
+
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         explain(AdaBayesK, [name for name in ("capturable", "differentiable") if group[name]])
