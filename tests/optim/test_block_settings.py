@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adabayes import AdaBayesK
+from adabayes import AdaBayes, AdaBayesFP, AdaBayesK
 from adabayes.diagnostics import Correlations, matrix_memory_plan
 from adabayes.optim.param_groups import param_groups
 
@@ -123,3 +123,22 @@ def test_correlations_accept_a_list_and_refuse_three_sizes() -> None:
     correlations.see()
     with pytest.raises(ValueError, match="Invalid block_size"):
         Correlations(model, block_size=(4, 8, 2))  # type: ignore[arg-type]
+
+
+# Step counts
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bfloat16])
+@pytest.mark.parametrize("cls", [AdaBayes, AdaBayesFP, AdaBayesK])
+def test_step_counts_of_other_dtypes_are_loaded_as_floats(cls: Any, dtype: torch.dtype) -> None:
+    p, q = parameter(), parameter()
+    optimizer, other = cls([p]), cls([q])
+    train(optimizer, p)
+    train(other, q)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    state_dict["state"][0]["step"] = state_dict["state"][0]["step"].to(dtype)
+    optimizer.load_state_dict(state_dict)
+    assert optimizer.state[p]["step"].dtype == torch.float32
+    train(optimizer, p)
+    train(other, q)
+    assert torch.equal(p, q)

@@ -162,7 +162,7 @@ class StatefulOptimizer(Optimizer):
             group.pop("param_shapes", None)
             group.update(self._complete_loaded(group))
             for p in group["params"]:
-                if compatibility.has_number_as_step(self.state.get(p, {})):
+                if compatibility.lacks_float_step(self.state.get(p, {})):
                     self.state[p]["step"] = self._step_count(float(self.state[p]["step"]), p, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
