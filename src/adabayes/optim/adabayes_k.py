@@ -282,6 +282,7 @@ class AdaBayesK(FixedPointOptimizer):
         if self._ranks.communicates:
             return False
         check_averages(self.state, group)
+        # Where no kernel can serve a matrix, torch's operations take the step, also with fused=True and a GradScaler
         with torch._C._DisableAutocast():  # for the first bases
             return self._fused_matrices.step(self, group)
 
