@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 import tomli_w
 
 from adabayes.lab.protocol import WORKLOADS, load
-from adabayes.lab.suite import Record, final_of, geometric_mean
+from adabayes.lab.suite import Final, Record, final_of, geometric_mean
 
 OUT = Path("out/matrix_scale")
 Settings = dict[str, Mapping[str, Any]]  # the settings of AdaBayes-K, by a name
@@ -42,8 +43,8 @@ def candidates(study: str, record: Record) -> Settings:
     }
 
 
-def losses(study: str, record: Record, seeds: int) -> dict[str, list[float]]:
-    """Train with each of the settings; return the final validation losses of all seeds."""
+def train(study: str, record: Record, seeds: int) -> dict[str, list[float]]:
+    """Train with each of the settings; return the final validation losses of all seeds, from 0."""
     folder = OUT / study / record.name
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{study}.toml"
@@ -55,30 +56,47 @@ def losses(study: str, record: Record, seeds: int) -> dict[str, list[float]]:
     file.write_text(tomli_w.dumps({**protocol, "optimizers": optimizers}), encoding="utf-8")
     command = ["-m", "adabayes", "reproduce", "--protocol", str(file), "--out", str(folder), "--threads", "1"]
     subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
-    found: dict[str, list[float]] = {}
-    for spec in load(file).runs():
-        final = final_of(spec, folder)
-        found.setdefault(spec.optimizer, []).append(float("inf") if final.loss is None else final.loss)
-    return found
+    losses: dict[str, list[float]] = {}
+    for spec in load(file).runs():  # ordered by seed
+        losses.setdefault(spec.optimizer, []).append(loss_of(final_of(spec, folder)))
+    return losses
+
+
+def recorded_losses(record: Record, optimizer: str, seeds: int) -> list[float]:
+    """Return an optimizer's final validation losses in a record, of the same seeds."""
+    runs = [run for run in record.finals if (run.optimizer, run.length) == (optimizer, 1.0)]
+    losses = {run.seed: loss_of(run) for run in runs}
+    if missing := set(range(seeds)) - set(losses):
+        raise SystemExit(f"the record of {record.name} has no run of {optimizer} with seed {min(missing)}")
+    return [losses[seed] for seed in range(seeds)]
+
+
+def loss_of(run: Final) -> float:
+    """Return the final validation loss of a run; infinity if it has none, because it diverged."""
+    return float("inf") if run.loss is None else run.loss
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=("swap", "one", "before"))
     parser.add_argument("--seeds", type=int, help="default: 3, and for before 5")
-    parser.add_argument("--workload", default=",".join(WORKLOADS), help="some of the suite's, separated by commas")
-    given = parser.parse_args()
-    seeds = given.seeds or (5 if given.study == "before" else 3)
-    reference = "adabayes-k" if given.study == "before" else "adamw"
+    parser.add_argument(
+        "--workload", default=",".join(WORKLOADS), help="comma-separated names of workloads (default: all)"
+    )
+    args = parser.parse_args()
+    seeds = args.seeds or (5 if args.study == "before" else 3)
+    reference = "adabayes-k" if args.study == "before" else "adamw"
     ratios: dict[str, list[float | None]] = {}
-    for name in given.workload.split(","):
+    for name in args.workload.split(","):
         record = Record.read(Path("evidence") / f"{name}.json")
-        known = statistics.fmean(run.loss for run in record.runs(reference)[:seeds] if run.loss is not None)
-        print(f"{name}: {reference} {known:.5g}", flush=True)
-        for settings, found in losses(given.study, record, seeds).items():
-            mean = statistics.fmean(found)
-            ratios.setdefault(settings, []).append(mean / known)
-            print(f"  {settings:24s} {mean:.5g}  ratio {mean / known:.3f}  {json.dumps(found)}", flush=True)
+        reference_loss = statistics.fmean(recorded_losses(record, reference, seeds))
+        print(f"{name}: {reference} {reference_loss:.5g}", flush=True)
+        if math.isinf(reference_loss):
+            continue  # there are no ratios to a run that diverged
+        for settings, losses in train(args.study, record, seeds).items():
+            mean = statistics.fmean(losses)
+            ratios.setdefault(settings, []).append(mean / reference_loss)
+            print(f"  {settings:24s} {mean:.5g}  ratio {mean / reference_loss:.3f}  {json.dumps(losses)}", flush=True)
     print("ratios over workloads: geometric mean, largest")
     for settings, values in ratios.items():
         largest = max(value for value in values if value is not None)

@@ -24,9 +24,8 @@ RAMP = 1e-5  # difference between the ramp's entries on the diagonal, which make
 SHIFT = 1e-4  # multiple of the identity that is added to a factor when its basis is refreshed
 
 Array = Any  # torch.Tensor | jax.Array
-Sides = tuple[
-    Array | None, Array | None
-]  # one array for each side, left and right; None for a side that is not rotated
+# One array for each side, left and right; None for a side that is not rotated
+Sides = tuple[Array | None, Array | None]
 
 
 def limit(gradient: Array) -> Array:

@@ -6,13 +6,13 @@ Each block is a matrix with its own factors and bases. See :class:`adabayes.AdaB
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from adabayes._util.arrays import namespace
 
-__all__ = ["Blocks", "cut", "from_blocks", "to_blocks"]
+__all__ = ["Blocks", "check_block_size", "cut", "from_blocks", "to_blocks"]
 
 Array = Any  # torch.Tensor | jax.Array
 
@@ -75,6 +75,23 @@ class Blocks(NamedTuple):
     def rotation_cost(self) -> int:
         """The relative cost of rotating a block: m n (m + n) if both sides are rotated."""
         return self.m * self.n * sum(self.sizes)
+
+
+def check_block_size(value: Any, check_integer: Callable[[str, Any], int]) -> int | tuple[int, int]:
+    """Return a ``block_size`` as an integer or a pair of integers; raise if it is neither.
+
+    Files of settings (JSON, YAML) have lists instead of pairs.
+
+    Args:
+        value: the setting.
+        check_integer: returns a value as an integer, given its name, or raises; torch and JAX have their own.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return check_integer("block_size", value)
+    if len(value) != 2:
+        raise ValueError(f"Invalid block_size: {value}. It must be an integer, or a pair: height and width.")
+    height, width = (check_integer("block_size", side) for side in value)
+    return height, width
 
 
 @lru_cache(maxsize=4096)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from adabayes._blocks.blocks import cut, to_blocks
-from adabayes._util.checks import check_range
+from adabayes._blocks.blocks import check_block_size, cut, to_blocks
+from adabayes._util.checks import check_integer, check_range
 from adabayes._util.missing_extra import missing_extra
 from adabayes._util.table import aligned, html, shortened
 from adabayes._util.tensors import real_view
@@ -105,12 +105,10 @@ class Correlations:
     ) -> None:
         if not isinstance(source, nn.Module) and not hasattr(source, "param_groups"):
             raise TypeError(f"Correlations takes a model or an optimizer, not a {type(source).__name__}")
-        for side in block_size if isinstance(block_size, tuple) else (block_size,):
-            check_range("block_size", side, least=1.0)
         check_range("max_size", max_size, least=1.0)
         check_range("beta2", beta2, below=1.0)
         self._source = source
-        self._block_size, self._max_size = block_size, max_size
+        self._block_size, self._max_size = check_block_size(block_size, check_integer), max_size
         self._beta2 = beta2
         self._matrices: dict[str, _Matrix] = {}
 

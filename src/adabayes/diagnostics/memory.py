@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from adabayes._blocks.blocks import Blocks, cut
+from adabayes._blocks.blocks import Blocks, check_block_size, cut
 from adabayes._blocks.ownership import first_owners, owned_range
 from adabayes._util.checks import check_integer
 from adabayes._util.distributed import num_rank_orders
@@ -137,10 +137,7 @@ def matrix_memory_plan(
         >>> f"{matrix_memory_plan(layer, share_bases=True).state / 1e6:.0f} MB of state with shared bases"
         '69 MB of state with shared bases'
     """
-    sides = [
-        check_integer("block_size", side) for side in (block_size if isinstance(block_size, tuple) else (block_size,))
-    ]
-    limits = sides[0], sides[-1]
+    block_size = check_block_size(block_size, check_integer)
     max_size, batch_dims = check_integer("max_size", max_size), check_integer("batch_dims", batch_dims, least=0)
     learn_every, refresh = check_integer("learn_every", learn_every), check_integer("refresh", refresh)
     devices = check_integer("devices", devices)
@@ -153,7 +150,7 @@ def matrix_memory_plan(
     for shape in tuples:
         rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
         weights += _rows_per_device(rows, devices) * rest
-    cuts = [(shape, cut(shape, limits, max_size, batch_dims, share_bases)) for shape in tuples]
+    cuts = [(shape, cut(shape, block_size, max_size, batch_dims, share_bases)) for shape in tuples]
     matrices = [(shape, blocks) for shape, blocks in cuts if blocks is not None]
     for shape, blocks in cuts:
         if blocks is None:

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from numpy.typing import NDArray
 
-from adabayes._blocks.blocks import Blocks, cut, from_blocks, to_blocks
+from adabayes._blocks.blocks import Blocks, check_block_size, cut, from_blocks, to_blocks
 from adabayes.optax._leaves import is_complex, is_none, real_dtype, real_shape
 from adabayes.optax._settings import check_integer
 from adabayes.optax._shardings import distribute_like
@@ -78,13 +78,9 @@ class LayoutSettings(NamedTuple):
     @classmethod
     def checked(cls, block_size: Any, max_size: Any, share_bases: Any, batch_dims: Any) -> LayoutSettings:
         """Check the settings. The compiled program depends on all of them."""
-        if isinstance(block_size, tuple | list) and len(block_size) == 2:
-            height, width = (check_integer("block_size", size) for size in block_size)
-            sizes: int | tuple[int, int] = (height, width)
-        else:
-            sizes = check_integer("block_size", block_size)
         if not callable(batch_dims):
             _check_counts(batch_dims)
+        sizes = check_block_size(block_size, check_integer)
         return cls(sizes, check_integer("max_size", max_size), bool(share_bases), batch_dims)
 
     def layouts(self, params: optax.Params) -> Any:

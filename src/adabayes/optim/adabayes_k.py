@@ -15,7 +15,7 @@ from adabayes._blocks.schedule import due_bases, interval
 from adabayes._util.averages import bias_correction
 from adabayes._util.checks import check_range
 from adabayes._util.tensors import Scalar, as_float, full, local, real_shape, real_view
-from adabayes.eigenbasis import carry_over, eigenvectors, factor, limit, rotate
+from adabayes.eigenbasis import carry_over, limit, rotate
 from adabayes.kernels.coefficients import ADABAYES_FP
 from adabayes.optim._engine.batch import Batch, Step
 from adabayes.optim._engine.explain import explain, explains_unknown
@@ -286,6 +286,7 @@ class AdaBayesK(FixedPointOptimizer):
             return super()._step_fused(group)
         if self._ranks.communicates:
             return False
+        # Where no kernel can serve a matrix, torch's operations take the step, also with fused=True and a GradScaler
         with torch._C._DisableAutocast():  # for the first bases
             return self._fused_matrices.step(self, group)
 
@@ -342,6 +343,14 @@ class AdaBayesK(FixedPointOptimizer):
         self._fused_matrices = FusedMatrixSteps()
         super().__setstate__(state)
 
+    def _complete_group(self, group: Group) -> None:
+        super()._complete_group(group)
+        group.update(check_integers({**self.defaults, **group}))
+
+    def _complete_loaded(self, group: Group) -> Group:
+        group = super()._complete_loaded(group)
+        return {**group, **check_integers(group)}
+
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         explain(AdaBayesK, [name for name in ("capturable", "differentiable") if group[name]])
@@ -373,13 +382,13 @@ class AdaBayesK(FixedPointOptimizer):
             return {"step": adamw["step"], "exp_avg": mean, "exp_avg_sq": square}
         mean = mean / (bias_correction(beta1, step) or 1.0)
         mean, square = (to_blocks(full(x), blocks) for x in (mean, square))
-        state = {"step": torch.full_like(torch.as_tensor(adamw["step"], dtype=torch.float32), min(step, 1.0))}
-        for side in blocks.sides:
-            state[f"factor_{side}"] = (1 - own_beta2) * factor(mean, side)
-            state[f"basis_{side}"] = eigenvectors(state[f"factor_{side}"])
-        bases = state.get("basis_0"), state.get("basis_1")
+        state = {name: mean.new_zeros(entry.shape_for(adamw["exp_avg"])) for name, entry in entries_of(blocks).items()}
+        stack = StackedState({name: [x] for name, x in state.items()}, LocalStack([blocks]).owners(mean.device))
+        initialize_bases_(stack.matrices, mean, own_beta2, Ranks())
+        bases = stack.matrices.bases_of_matrices()
         state["exp_avg"] = (1 - beta1) * rotate(mean, bases)
         state["exp_avg_sq"] = (1 - own_beta2) * carry_over(square, bases)
+        state["step"] = torch.full_like(torch.as_tensor(adamw["step"], dtype=torch.float32), min(step, 1.0))
         return state
 
 

@@ -7,6 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from adabayes._blocks.blocks import check_block_size
+from adabayes._util.checks import check_integer
+
 __all__ = ["param_groups"]
 
 
@@ -41,6 +44,7 @@ def param_groups(
         >>> [(group["block_size"], [name for name, _ in group["params"]]) for group in param_groups(attention)[:1]]
         [((64, 128), ['in_proj_weight'])]
     """
+    block_size = check_block_size(block_size, check_integer)
     groups: dict[Any, dict[str, Any]] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["has_number_as_step", "lacks_lr_sgd", "missing_settings", "original_lr"]
+__all__ = ["lacks_float_step", "lacks_lr_sgd", "missing_settings", "original_lr"]
 
 
 # Settings of AdaBayes-K that version 0.2 does not have, with the values that have its effect
@@ -42,9 +43,11 @@ def lacks_lr_sgd(group: dict[str, Any]) -> bool:
     return group.get("lr_sgd") is None
 
 
-def has_number_as_step(state: dict[str, Any]) -> bool:
-    """Tell whether the step count of a loaded parameter is a Python number, as in state written by hand.
+def lacks_float_step(state: dict[str, Any]) -> bool:
+    """Tell whether the step count of a loaded parameter is neither fp32 nor float64, as in state written by hand.
 
-    All versions save a tensor.
+    It may be a Python number or a tensor of integers. All versions save a tensor of floats.
     """
-    return bool(state) and not isinstance(state["step"], Tensor)
+    if not state or getattr(state["step"], "is_meta", False):  # a tensor on the meta device has no value to convert
+        return False
+    return not isinstance(state["step"], Tensor) or state["step"].dtype not in (torch.float32, torch.float64)

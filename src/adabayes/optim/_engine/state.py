@@ -160,9 +160,9 @@ class StatefulOptimizer(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.pop("param_shapes", None)
-            group.update(compatibility.missing_settings(group, self.defaults))
+            group.update(self._complete_loaded(group))
             for p in group["params"]:
-                if compatibility.has_number_as_step(self.state.get(p, {})):
+                if compatibility.lacks_float_step(self.state.get(p, {})):
                     self.state[p]["step"] = self._step_count(float(self.state[p]["step"]), p, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -202,6 +202,10 @@ class StatefulOptimizer(Optimizer):
             for hook in hooks:
                 hook.remove()
 
+    def _complete_loaded(self, group: Group) -> Group:
+        """Return a loaded group with all settings, including those that it lacks."""
+        return {**group, **compatibility.missing_settings(group, self.defaults)}
+
     def _check_loadable(self, state_dict: dict[str, Any]) -> None:
         """Raise if the state lacks an entry, or does not fit its parameter."""
         saved_sizes, sizes = (
@@ -213,7 +217,7 @@ class StatefulOptimizer(Optimizer):
                 "make it with the groups of the optimizer that was saved. Nothing was changed."
             )
         for saved, group in zip(state_dict["param_groups"], self.param_groups):
-            settings = {**saved, **compatibility.missing_settings(saved, self.defaults)}
+            settings = self._complete_loaded(saved)
             for i, p, saved_shape in zip(saved["params"], group["params"], _param_shapes(saved)):
                 if state := state_dict["state"].get(i):
                     name = name_of(i, saved)

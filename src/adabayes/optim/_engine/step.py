@@ -184,10 +184,7 @@ class EngineOptimizer(StatefulOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether GradScaler leaves unscaling to the step, and tells it by ``found_inf`` whether to skip.
-
-        AdaBayes-K takes such a step with torch's operations, too, where no kernel can serve a matrix.
-        """
+        """Whether GradScaler leaves unscaling to the step, and tells it by ``found_inf`` whether to skip."""
         return self.KERNEL is not None and all(group.get("fused") for group in self.param_groups)
 
     def _subgroups(self, group: Group) -> list[Group]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
-from adabayes._blocks.blocks import Blocks, cut
+from adabayes._blocks.blocks import Blocks, check_block_size, cut
 from adabayes._util.checks import check_integer
 from adabayes._util.tensors import real_shape
 from adabayes.kernels.cpu.matrix import LARGEST_SIDE
@@ -67,16 +67,7 @@ class Subgroups:
 def check_integers(group: Group) -> Group:
     """Return the settings of AdaBayes-K that must be integers, as ints; raise if one is not an integer."""
     integers = {name: check_integer(name, group[name], least) for name, least in _INTEGERS.items()}
-    return {**integers, "block_size": _check_block_size(group["block_size"])}
-
-
-def _check_block_size(value: Any) -> int | tuple[int, int]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return check_integer("block_size", value)
-    if len(value) != 2:
-        raise ValueError(f"Invalid block_size: {value}. It must be an integer, or a pair: height and width.")
-    height, width = (check_integer("block_size", side) for side in value)
-    return height, width
+    return {**integers, "block_size": check_block_size(group["block_size"], check_integer)}
 
 
 @lru_cache(maxsize=4096)

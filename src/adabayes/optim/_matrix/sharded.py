@@ -31,7 +31,7 @@ from adabayes.eigenbasis import Sides
 __all__ = ["Owners", "ShardedStack", "is_sharded", "shard_like"]
 
 # Number of stacks of one kind that are kept. Parameters without gradients, such as unused experts, make new ones.
-_MOST_STACKS = 4
+_MAX_STACKS = 4
 
 Box = list[tuple[int, int]]  # the first index and the length of a shard, for each dimension of the tensor
 
@@ -158,7 +158,7 @@ class Owners:
             matrices = [_Matrix(p, b, self._firsts[p] or 0) for p, b in zip(params, blocks)]
             stack = ShardedStack(matrices, self.group(params[0]), params[0].device)
         stacks[key] = stack
-        if len(stacks) > _MOST_STACKS:
+        if len(stacks) > _MAX_STACKS:
             del stacks[next(iter(stacks))]
         return stack
 
@@ -193,11 +193,11 @@ class _Matrix:
                 f"AdaBayesK: a parameter of shape {tuple(p.shape)} is placed as {placements}, that is, not reduced "
                 "yet. Redistribute it to Shard or Replicate placements."
             )
-        everywhere = list(itertools.product(*map(range, mesh.shape)))
-        coordinates = [everywhere[i] for i in mesh.flatten().argsort().tolist()]
-        self.boxes = [_box(self.shape, mesh.shape, where, placements) for where in coordinates]
+        all_coordinates = list(itertools.product(*map(range, mesh.shape)))
+        coordinates = [all_coordinates[i] for i in mesh.flatten().argsort().tolist()]
+        self.boxes = [_box(self.shape, mesh.shape, coordinate, placements) for coordinate in coordinates]
         replicated = [i for i, placement in enumerate(placements) if _sharded_dim(placement) is None]
-        self.replicas = [tuple(where[i] for i in replicated) for where in coordinates]
+        self.replicas = [tuple(coordinate[i] for i in replicated) for coordinate in coordinates]
 
     @property
     def unit(self) -> int:
@@ -227,9 +227,9 @@ class _Matrix:
         if unit > 1 and len(ids):
             ids = torch.arange(int(ids[0]), int(ids[0]) + self.width(process, unit), unit)
         block = (matrix * blocks.rows + row // m) * blocks.columns + ids // n
-        run = -(-num_blocks // len(self.boxes))
-        owner = (self.first + block // run) % len(self.boxes)
-        index = ((block % run) * m + row % m) * (n // unit) + (ids % n) // unit
+        length = -(-num_blocks // len(self.boxes))
+        owner = (self.first + block // length) % len(self.boxes)
+        index = ((block % length) * m + row % m) * (n // unit) + (ids % n) // unit
         return owner.flatten(), index.flatten()
 
     def _columns(self, process: int) -> Tensor:
@@ -245,7 +245,7 @@ class _Matrix:
         return indices.flatten()
 
 
-def _box(shape: Sequence[int], mesh: Sequence[int], where: Sequence[int], placements: Sequence[Any]) -> Box:
+def _box(shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]) -> Box:
     """Return the shard at a coordinate of the mesh."""
     box = [(0, size) for size in shape]
     # FSDP2 shards the result of tensor parallelism, although it comes first in the mesh.
@@ -254,9 +254,9 @@ def _box(shape: Sequence[int], mesh: Sequence[int], where: Sequence[int], placem
             dim = _sharded_dim(placement)
             if dim is not None and hasattr(placement, "split_factor") == strided:
                 begin, size = box[dim]
-                run = -(-size // mesh[i])
-                skipped = min(run * where[i], size)
-                box[dim] = (begin + skipped, min(run, size - skipped))
+                length = -(-size // mesh[i])
+                skipped = min(length * coordinate[i], size)
+                box[dim] = (begin + skipped, min(length, size - skipped))
     return box
 
 
@@ -281,27 +281,27 @@ class ShardedStack:
 
     def __init__(self, matrices: Sequence[_Matrix], group: Any, device: torch.device) -> None:
         self._matrices, self._group = matrices, group
-        here, world = dist.get_rank(group), dist.get_world_size(group)
-        owned = [matrix.owned_range(here) for matrix in matrices]
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        owned = [matrix.owned_range(rank) for matrix in matrices]
         self.ranges = (owned, owned)  # the bases of each matrix that are in the stack, left and right
         self._num_blocks = sum(end - begin for begin, end in owned)
         _, self._m, self._n = matrices[0].blocks.shape
         self._unit = math.gcd(*(matrix.unit for matrix in matrices))
-        self._widths = [matrix.width(here, self._unit) for matrix in matrices]
+        self._widths = [matrix.width(rank, self._unit) for matrix in matrices]
         counts = [[end - begin for begin, end in map(matrix.owned_range, range(world))] for matrix in matrices]
         units = torch.tensor(counts) * (self._m * self._n // self._unit)  # of each matrix, at each owner
         self._before = units.cumsum(0) - units
         # Every replica of a shard needs the step, but an owner receives the gradient only once, from its own replica.
         arriving, self._communicates = [], False  # pairs: units that need a step, units that come with a gradient
         for process in range(world):
-            owners, indices, kinds = self._routes(process)
+            owners, indices, matrix_indices = self._routes(process)
             self._communicates |= bool((owners != process).any())
-            to_here = owners == here
-            arriving.append((indices[to_here], indices[to_here & self._sends(process, here)[kinds]]))
-        owners, _, kinds = self._routes(here)
+            to_here = owners == rank
+            arriving.append((indices[to_here], indices[to_here & self._sends(process, rank)[matrix_indices]]))
+        owners, _, matrix_indices = self._routes(rank)
         order = owners.argsort(stable=True)
-        allowed = torch.stack([self._sends(here, owner) for owner in range(world)])
-        mine = order[allowed[owners[order], kinds[order]]]
+        allowed = torch.stack([self._sends(rank, owner) for owner in range(world)])
+        mine = order[allowed[owners[order], matrix_indices[order]]]
         self._to_owners = _Route(
             mine.to(device),
             torch.cat([units for _, units in arriving]).to(device),
@@ -357,13 +357,13 @@ class ShardedStack:
 
     def _routes(self, process: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return, for all units of a process, their owners, their indices there, and the indices of their matrices."""
-        owners, indices, kinds = [], [], []
+        owners, indices, matrix_indices = [], [], []
         for k, matrix in enumerate(self._matrices):
             owner, index = matrix.routes(process, self._unit)
             owners.append(owner)
             indices.append(index + self._before[k, owner])
-            kinds.append(torch.full_like(owner, k))
-        return torch.cat(owners), torch.cat(indices), torch.cat(kinds)
+            matrix_indices.append(torch.full_like(owner, k))
+        return torch.cat(owners), torch.cat(indices), torch.cat(matrix_indices)
 
     def _sends(self, process: int, owner: int) -> Tensor:
         """Tell for each matrix whether a process, and not one of its replicas, sends its shard to an owner."""
