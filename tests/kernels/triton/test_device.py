@@ -231,7 +231,7 @@ def test_tables_are_made_whatever_the_default_device_is(cls: type[AdaBayes], rec
         optimizer.step()
         for p, step in zip(params, (1.0, 2.0, 3.0)):
             optimizer.state[p]["step"].fill_(step)
-        launch: Any = next(iter(optimizer._fused._plans.values()))._batches[0].launch
+        launch: Any = next(iter(optimizer._fused._plans.values()))[0]._batches[0].launch
         launch.counts_on_device = False
         c = optimizer.coefficients(optimizer.param_groups[0], 1e-3)
         launch.take_step([p.grad.data_ptr() for p in params if p.grad is not None], c, StepOptions())
