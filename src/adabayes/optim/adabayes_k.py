@@ -270,7 +270,7 @@ class AdaBayesK(FixedPointOptimizer):
         """Return how the blocks of these parameters are stacked: here, or at their owners if they are sharded."""
         return self._appointed_owners(params[0]).stack(params, blocks) if is_sharded(params[0]) else LocalStack(blocks)
 
-    # Steps are not compiled: refreshes depend on the step count, and on a CPU, kernels are faster than compiled code
+    # Steps are not compiled: refreshes depend on the step count, and the CPU's kernel takes the step in one call
 
     @_disable_dynamo
     def _subgroups(self, group: Group) -> list[Group]:
