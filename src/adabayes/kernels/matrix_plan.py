@@ -36,23 +36,26 @@ class MatrixPlan(StatePlan):
         self._matrices, self._initialize = matrices, initialize
         kinds: dict[Any, list[int]] = {}
         for i, matrix in enumerate(matrices):
-            kinds.setdefault((matrix.param.dtype, matrix.state["exp_avg"].dtype), []).append(i)
+            kind = matrix.param.dtype, matrix.state["exp_avg"].dtype, matrix.state["step"].dtype
+            kinds.setdefault(kind, []).append(i)
         launch = BACKENDS[matrices[0].param.device.type].matrix_launch
         assert launch is not None
-        self._launches = [(chosen, launch([matrices[i] for i in chosen])) for chosen in kinds.values()]
-        self._counters = [library.StepCounter([state["step"]]) for state in states]
+        self._launches = [
+            (chosen, launch([matrices[i] for i in chosen]), library.StepCounter([states[i]["step"] for i in chosen]))
+            for chosen in kinds.values()
+        ]
 
     def _launch(self, grads: list[Tensor], addresses: list[int], coefficients: Any, options: StepOptions) -> None:
         if options.found_inf is not None and options.found_inf.item():
             return
-        counts = [int(counter.count()[0]) for counter in self._counters]
-        for matrix, gradient, t in zip(self._matrices, grads, counts):
-            if t == 1:
-                self._initialize(matrix, gradient * as_float(options.unscale), coefficients.beta2)
-        rows = {t: row for row, t in enumerate(dict.fromkeys(counts))}
-        table = [_coefficients(coefficients, t, options) for t in rows]
-        for chosen, launch in self._launches:
-            launch.take_step([addresses[i] for i in chosen], [rows[counts[i]] for i in chosen], table, options.seed)
+        for chosen, launch, counter in self._launches:
+            counts = [int(t) for t in counter.count()]
+            for i, t in zip(chosen, counts):
+                if t == 1:
+                    self._initialize(self._matrices[i], grads[i] * as_float(options.unscale), coefficients.beta2)
+            rows = {t: row for row, t in enumerate(dict.fromkeys(counts))}
+            table = [_coefficients(coefficients, t, options) for t in rows]
+            launch.take_step([addresses[i] for i in chosen], [rows[t] for t in counts], table, options.seed)
 
 
 def _coefficients(coefficients: Any, t: int, options: StepOptions) -> list[float]:
