@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import patch
 
 import matplotlib
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from adabayes import AdaBayes, AdaBayesFP, AdaBayesK, optim
 from adabayes.bench.torch_steps import state_bytes
@@ -24,6 +21,7 @@ from adabayes.diagnostics import Correlations, Observer, matrix_memory_plan, mem
 from adabayes.filtering import fixed_point
 from adabayes.optim.extend import TwoRateOptimizer
 from adabayes.rates import MATRIX_SCALE
+from tests.support.operations import count_operations
 
 matplotlib.use("agg")
 
@@ -380,25 +378,10 @@ def test_the_plan_counts_the_operations_of_a_step() -> None:
             p.grad = torch.randn(p.shape)
         optimizer.step()
 
-    decompositions = 0.0
-    qr = torch.linalg.qr
-
-    def counting(x: torch.Tensor) -> Any:
-        nonlocal decompositions
-        decompositions += len(x) * 8 / 3 * x.shape[-1] ** 3
-        return qr(x)
-
-    def in_place(_: Any, a: Any, b: Any, *args: Any, **options: Any) -> int:
-        return int(2 * math.prod(a) * b[-1])  # which torch does not count
-
     for _ in range(32):  # bases are made, and refreshed more often at first
         step()
-    mapping = {torch.ops.aten.baddbmm_: in_place}
-    with FlopCounterMode(display=False, custom_mapping=mapping) as counter, patch.object(torch.linalg, "qr", counting):
-        for _ in range(6):  # until all is as it was
-            step()
+    counted = sum(count_operations(step) for _ in range(6)) / 6  # until all is as it was
     plan = matrix_memory_plan(shapes, 4, 15, learn_every=2, refresh=3)
-    counted = (counter.get_total_flops() + decompositions) / 6
     assert plan.rotations + plan.refreshes == pytest.approx(counted, rel=1e-12)
     more_often = matrix_memory_plan(shapes, 4, 15, refresh=1)
     assert more_often.refreshes == pytest.approx(3 * plan.refreshes, rel=1e-12)

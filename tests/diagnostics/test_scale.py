@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from adabayes import AdaBayesK
 from adabayes.bench.torch_steps import state_bytes
 from adabayes.diagnostics import matrix_memory_plan, scale
 from tests.support.marks import keeps_order
+from tests.support.operations import count_operations
 
 ROOT = Path(__file__).parents[2]
 MATRICES = [(6, 4), (12, 3), (4, 3, 2, 2), (9, 9), (20, 3)]
@@ -60,25 +58,7 @@ def test_the_costliest_step_is_the_costliest_that_is_counted(share_bases: bool, 
     """Products of matrices are counted by torch, decompositions here; over all combinations of what is due."""
     settings: dict[str, Any] = {"block_size": 4, "refresh": 3, "learn_every": learn_every, "share_bases": share_bases}
     optimizer = trained(MATRICES, 32, **settings)  # at first, bases are refreshed more often
-    decompositions = 0.0
-    qr = torch.linalg.qr
-
-    def counting(x: torch.Tensor) -> Any:
-        nonlocal decompositions
-        decompositions += len(x) * 8 / 3 * x.shape[-1] ** 3
-        return qr(x)
-
-    def in_place(_: Any, a: Any, b: Any, *args: Any, **options: Any) -> int:
-        return int(2 * math.prod(a) * b[-1])  # which torch does not count
-
-    counts = []
-    for _ in range(6):
-        decompositions = 0.0
-        mapping = {torch.ops.aten.baddbmm_: in_place}
-        counter = FlopCounterMode(display=False, custom_mapping=mapping)
-        with counter, patch.object(torch.linalg, "qr", counting):
-            take_step(optimizer)
-        counts.append(counter.get_total_flops() + decompositions)
+    counts = [count_operations(lambda: take_step(optimizer)) for _ in range(6)]
     plan = matrix_memory_plan(MATRICES, **settings)
     assert plan.peak == pytest.approx(max(counts), rel=1e-12)
     assert plan.rotations + plan.refreshes == pytest.approx(sum(counts) / 6, rel=1e-12)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from adabayes import AdaBayes, AdaBayesFP, AdaBayesK, AdaBound
 from tests.conftest import Maker
+from tests.support.saving import through_torch_save
 
 NAN = float("nan")
 
@@ -29,14 +29,6 @@ def trained(cls: Any, *shapes: tuple[int, ...], **settings: Any) -> Any:
     optimizer = cls([torch.zeros(shape) for shape in shapes], **settings)
     take_steps(optimizer)
     return optimizer
-
-
-def through_torch_save(state_dict: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
 
 
 def contents(optimizer: torch.optim.Optimizer) -> list[Any]:

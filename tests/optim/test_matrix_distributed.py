@@ -13,7 +13,7 @@ import torch
 
 from adabayes._blocks.ownership import first_owners
 from adabayes._util.distributed import num_rank_orders
-from tests.support.torchrun import torchrun
+from tests.support.cases import error_of, run_cases
 from tests.workers import matrix as worker
 
 WORLDS = (2, 4)
@@ -21,17 +21,12 @@ WORLDS = (2, 4)
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("matrices")
-    for world in WORLDS:
-        torchrun(world, worker.__name__, out)
-    return out
+    return run_cases(worker, tmp_path_factory.mktemp("matrices"), WORLDS)
 
 
 @pytest.mark.parametrize(("world", "case"), [(world, case) for world in WORLDS for case in worker.cases(world)])
 def test_in_several_processes(out: Path, world: int, case: str) -> None:
-    path = out / str(world) / case
-    if not path.exists():
-        error = path.with_suffix(".error").read_text(encoding="utf-8")
+    if error := error_of(out, world, case):
         if torch.__version__.startswith("2.6") and ("AttributeError" in error or case == "complex"):
             pytest.skip("FSDP2 of torch 2.6 does not run on the CPU, nor do its collectives take complex numbers")
         if case == "work_is_balanced" and num_rank_orders() == 1:

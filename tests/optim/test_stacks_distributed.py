@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.torchrun import torchrun
+from tests.support.cases import error_of, run_cases
 from tests.workers import stacks as worker
 
 WORLDS = (2, 4)
@@ -15,17 +15,12 @@ WORLDS = (2, 4)
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("stacks")
-    for world in WORLDS:
-        torchrun(world, worker.__name__, out)
-    return out
+    return run_cases(worker, tmp_path_factory.mktemp("stacks"), WORLDS)
 
 
 @pytest.mark.parametrize(("world", "case"), [(world, case) for world in WORLDS for case in worker.cases(world)])
 def test_in_several_processes(out: Path, world: int, case: str) -> None:
-    path = out / str(world) / case
-    if not path.exists():
-        error = path.with_suffix(".error").read_text(encoding="utf-8")
+    if error := error_of(out, world, case):
         if torch.__version__.startswith("2.6") and "AttributeError" in error:
             pytest.skip("FSDP2 of torch 2.6 does not run on the CPU")
         pytest.fail(error)

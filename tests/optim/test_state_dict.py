@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import pickle
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 
 from adabayes import AdaBayes, AdaBayesFP, AdaBound
 from tests.conftest import Maker, assert_same
+from tests.support.saving import through_torch_save
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -29,14 +29,6 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Non
         optimizer.zero_grad()
         net(x).square().mean().backward()
         optimizer.step()
-
-
-def through_torch_save(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
