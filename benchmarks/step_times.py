@@ -2,7 +2,7 @@
 
     python benchmarks/step_times.py [--workload digits,pinn]
 
-The settings are those of the records in evidence/. It needs the data sets, and a machine that does nothing else.
+It uses the settings of the records in evidence/. It needs the data sets. Run nothing else on the machine meanwhile.
 """
 
 from __future__ import annotations
