@@ -93,3 +93,23 @@ def test_the_first_factors_use_the_present_beta2() -> None:
         optimizer.step()
         factors.append(optimizer.state[p]["factor_0"])
     assert torch.equal(*factors)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("shape", "order"), [((8, 20, 3, 3), (0, 2, 3, 1)), ((3, 6, 5, 7), (1, 0, 2, 3))], ids=str)
+@pytest.mark.parametrize("batch_dims", [0, 1])
+def test_memory_formats_give_the_same_bits(shape: tuple[int, ...], order: tuple[int, ...], batch_dims: int) -> None:
+    """Channels last, and a stack of matrices whose rows are not next to each other."""
+    weights = []
+    for dims in (tuple(range(len(shape))), order):
+        generator = torch.Generator().manual_seed(0)
+        back = [dims.index(i) for i in range(len(dims))]
+        p = torch.randn(shape, generator=generator).permute(dims).contiguous().permute(back)
+        optimizer = AdaBayesK([p], block_size=16, batch_dims=batch_dims)
+        for _ in range(20):
+            p.grad = torch.empty_like(p).copy_(torch.randn(shape, generator=generator))
+            optimizer.step()
+        assert optimizer._fused_matrices
+        weights.append(p)
+    assert weights[0].stride() != weights[1].stride()
+    assert torch.equal(*weights)
